@@ -1,0 +1,100 @@
+"""EAGLE-3 as a draft type: defaults, checkpoint config, warm start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_bridge.draft import vocab
+from trainer_bridge.draft.eagle3.model import Eagle3Draft
+from trainer_bridge.draft.eagle3.objective import TrainingTimeTest
+from trainer_bridge.draft.interface import DraftType, FrozenTarget, TargetSpec
+from trainer_bridge.errors import ConfigError
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+
+
+class Eagle3(DraftType):
+    """EAGLE-3 (arXiv 2503.01840): one decoder layer over three tapped layers, one draft pass per token."""
+
+    name = "eagle3"
+    engine_method = "eagle3"
+
+    def default_tap_layers(self, target: TargetSpec) -> tuple[int, ...]:
+        """Low, middle, high: the layers that EAGLE-3 and vLLM use."""
+        if target.num_layers < 4:
+            raise ConfigError(f"a target of {target.num_layers} layers is too shallow to tap; name --tap-layers yourself")
+        low = min(2, target.num_layers - 3)
+        middle = max(low + 1, target.num_layers // 2)
+        return (low, middle, max(middle + 1, target.num_layers - 3))
+
+    def configure(self, target: TargetSpec, *, tap_layers: Sequence[int], draft_vocab_size: int) -> dict[str, Any]:
+        outside = [layer for layer in tap_layers if not 0 < layer < target.num_layers]
+        if not tap_layers or outside or len(set(tap_layers)) != len(tap_layers):
+            raise ConfigError(f"tap layers {tuple(tap_layers)}: needs distinct layers in 1..{target.num_layers - 1}")
+        if not 0 < draft_vocab_size <= target.vocab_size:
+            raise ConfigError(f"draft vocabulary of {draft_vocab_size} tokens; needs 1..{target.vocab_size}, the target's")
+        return {
+            "architectures": [ARCHITECTURE],
+            "model_type": "llama",
+            "dtype": "float32",
+            "hidden_size": target.hidden_size,
+            "intermediate_size": target.intermediate_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": target.num_heads,
+            "num_key_value_heads": target.num_kv_heads,
+            "head_dim": target.head_dim,
+            "hidden_act": "silu",
+            "vocab_size": target.vocab_size,
+            "draft_vocab_size": draft_vocab_size,
+            "rms_norm_eps": target.rms_norm_eps,
+            "rope_theta": target.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": target.rope_theta},
+            "max_position_embeddings": target.max_positions,
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "eagle_aux_hidden_state_layer_ids": list(tap_layers),
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(tap_layers), "use_aux_hidden_state": True},
+        }
+
+    def build(self, config: Mapping[str, Any]) -> Eagle3Draft:
+        return Eagle3Draft(config)
+
+    def warm_start(self, model: nn.Module, target: FrozenTarget, layers: Mapping[str, torch.Tensor]) -> None:
+        assert isinstance(model, Eagle3Draft)
+        last = max(int(name.split(".")[2]) for name in layers if name.startswith("model.layers."))
+        prefix = f"model.layers.{last}."
+        hidden = model.fc.out_features
+        mid = model.midlayer
+        with torch.no_grad():
+            model.lm_head.weight.copy_(target.head[model.kept()])
+            model.norm.weight.copy_(layers["model.norm.weight"])
+            mid.mlp.load_state_dict(
+                {f"{part}.weight": layers[f"{prefix}mlp.{part}.weight"] for part in ("gate_proj", "up_proj", "down_proj")}
+            )
+            for part in ("q_proj", "k_proj", "v_proj"):
+                # The target's layer reads hidden states only: its weights go to the hidden half of the input.
+                getattr(mid.self_attn, part).weight[:, hidden:].copy_(layers[f"{prefix}self_attn.{part}.weight"])
+            mid.self_attn.o_proj.weight.copy_(layers[f"{prefix}self_attn.o_proj.weight"])
+            mid.hidden_norm.weight.copy_(layers[f"{prefix}input_layernorm.weight"])
+            mid.post_attention_layernorm.weight.copy_(layers[f"{prefix}post_attention_layernorm.weight"])
+            # The highest tap passes through; the lower ones start as small corrections.
+            model.fc.weight[:, -hidden:].add_(torch.eye(hidden))
+
+    def adapt_vocabulary(self, model: nn.Module, target: FrozenTarget, counts: torch.Tensor) -> dict[str, torch.Tensor]:
+        assert isinstance(model, Eagle3Draft)
+        rows, ids = vocab.exchange(model.kept(), counts)
+        if rows.numel() == 0:
+            return {}
+        model.replace_tokens(rows, ids, target.head)
+        return {"lm_head.weight": rows}
+
+    def objective(self, model: nn.Module, target: FrozenTarget, *, passes: int) -> TrainingTimeTest:
+        assert isinstance(model, Eagle3Draft)
+        return TrainingTimeTest(model, target, passes=passes)
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        return ARCHITECTURE in (config.get("architectures") or ())

@@ -1,0 +1,173 @@
+"""What a draft type is: a model, an objective, a checkpoint layout, and the engine method that serves it.
+
+A type is one folder beside this file that ends in a `DraftType`; `trainer_bridge.draft.registry` lists them. The learner,
+the engine plugin and the command line know drafts only through this interface.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_bridge.draft.packing import PackedBatch
+from trainer_bridge.errors import CheckpointError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetSpec:
+    """Shapes of a Llama-like target that a draft must fit."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_positions: int
+    """Longest position the target was trained for, in tokens."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> TargetSpec:
+        """Read a Hugging Face ``config.json`` mapping of a Llama-like model."""
+        heads = config["num_attention_heads"]
+        rope = config.get("rope_parameters") or {}
+        return cls(
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            vocab_size=config["vocab_size"],
+            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            rope_theta=rope.get("rope_theta", config.get("rope_theta", 10000.0)),
+            max_positions=config.get("max_position_embeddings", 2048),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenTarget:
+    """Weights of the target that a draft borrows and never trains. Both may be one tensor (tied embeddings)."""
+
+    embedding: torch.Tensor
+    """``[vocab, hidden]``: input embedding."""
+    head: torch.Tensor
+    """``[vocab, hidden]``: output head; applied to normed hidden states it gives the teacher's logits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Acceptance:
+    """Acceptance of a draft on held-out anchors, one number per sample so that an uncertainty can be stated."""
+
+    accepted_sum: torch.Tensor
+    """``[samples]`` fp64: sum over the sample's anchors of 1 + the run of accepted draft tokens."""
+    anchors: torch.Tensor
+    """``[samples]`` int64: number of anchors."""
+    hits: torch.Tensor
+    """``[passes]`` int64: anchors at which the first d + 1 draft tokens were all accepted."""
+
+    @property
+    def length(self) -> float:
+        """Expected accepted length in tokens per target step, bonus token included; 1.0 when nothing is accepted."""
+        return float(self.accepted_sum.sum() / self.anchors.sum().clamp_min(1))
+
+
+class Objective(abc.ABC):
+    """Training and measuring one draft model against tapped samples."""
+
+    @abc.abstractmethod
+    def pieces(self, batch: PackedBatch, normalisers: torch.Tensor) -> Iterator[None]:
+        """Forward and backward of one packed microbatch, in pieces short enough to run between two requests.
+
+        Gradients are added to the parameters' ``grad``; `take_loss` gives the loss once the iterator ended. An iterator
+        that is closed early leaves gradients of a part: the caller must then drop them.
+
+        Args:
+            batch: packed samples and the anchors to train.
+            normalisers: ``[passes]``: number of labels per pass over ALL microbatches of the optimizer step.
+        """
+
+    @abc.abstractmethod
+    def take_loss(self) -> float:
+        """Sum of the losses of the microbatches since the last call."""
+
+    @abc.abstractmethod
+    def vocabulary_changed(self) -> None:
+        """The model's draft vocabulary was adapted: forget what was derived from it."""
+
+    @abc.abstractmethod
+    def measure(self, batch: PackedBatch) -> Acceptance:
+        """Teacher-forced acceptance of the model's greedy draft tokens against the tokens that the target really sampled.
+
+        The target sampled token ``x`` from its distribution ``p``; a greedy draft token ``t`` is accepted with probability
+        ``p(t)``, and ``t == x`` has exactly that probability. So the match rate is an unbiased estimate at whatever
+        temperature the traffic had, over the full vocabulary.
+        """
+
+
+class DraftType(abc.ABC):
+    """One kind of draft. Stateless; the instance in the registry is shared."""
+
+    name: str
+    """How users name it, e.g. ``eagle3``."""
+    engine_method: str
+    """vLLM's speculative ``method``."""
+
+    @abc.abstractmethod
+    def default_tap_layers(self, target: TargetSpec) -> tuple[int, ...]:
+        """Layers whose inputs are tapped."""
+
+    @abc.abstractmethod
+    def configure(self, target: TargetSpec, *, tap_layers: Sequence[int], draft_vocab_size: int) -> dict[str, Any]:
+        """The checkpoint's ``config.json`` for a new draft of this target, in the public layout."""
+
+    @abc.abstractmethod
+    def build(self, config: Mapping[str, Any]) -> nn.Module:
+        """An untrained fp32 model for a checkpoint config; its ``state_dict`` has the checkpoint's names."""
+
+    @abc.abstractmethod
+    def warm_start(self, model: nn.Module, target: FrozenTarget, layers: Mapping[str, torch.Tensor]) -> None:
+        """Write what the target's weights can give a new draft (`layers`: the target's state dict, Hugging Face names)."""
+
+    def adapt_vocabulary(self, model: nn.Module, target: FrozenTarget, counts: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Give tokens that the traffic uses a place in a reduced draft vocabulary, at the cost of tokens it does not use.
+
+        Args:
+            counts: ``[vocab]`` int64: how often the traffic's answers hold each target token.
+
+        Returns:
+            Parameter name to the rows that now stand for another token: their optimizer state is of no use any more.
+            Empty when nothing changed, and for types with the target's whole vocabulary.
+        """
+        return {}
+
+    @abc.abstractmethod
+    def objective(self, model: nn.Module, target: FrozenTarget, *, passes: int) -> Objective:
+        """The training objective for a model of this type, with `passes` drafted tokens."""
+
+    @abc.abstractmethod
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        """Whether a checkpoint's ``config.json`` is of this type."""
+
+    def load(self, directory: Path) -> tuple[nn.Module, dict[str, Any]]:
+        """Model and config from a checkpoint directory. Raises `CheckpointError`."""
+        from trainer_bridge.draft import checkpoint
+
+        config = checkpoint.read_config(directory)
+        if not self.recognises(config):
+            raise CheckpointError(f"{directory}: architecture {config.get('architectures')} is no {self.name} draft")
+        try:
+            model = self.build(config)
+        except KeyError as error:
+            raise CheckpointError(f"{directory}: its config lacks {error}") from None
+        checkpoint.read_into(model, directory)
+        return model, config

@@ -1,0 +1,96 @@
+"""What the engine's side of the plugin is told: one frozen config that travels to every vLLM process in the environment.
+
+Imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+ENVIRONMENT = "SPECDRAFT_CONFIG"
+"""Environment variable that holds the config as JSON. Where it is absent the plugin does nothing at all."""
+
+
+class SettingsError(ValueError):
+    """A setting is unknown or out of range."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of taps, replay, learner and publishing inside one engine."""
+
+    draft_dir: str
+    """Checkpoint directory of the draft that the engine starts with."""
+    state_dir: str
+    """Directory for the status file; one per server."""
+    num_speculative_tokens: int = 3
+    """Draft tokens per target step (k); also the number of training passes."""
+    learn: bool = True
+    """Train the draft in idle windows. False: taps and replay only."""
+    auto_publish: bool = True
+    """Swap a better draft in by itself. False: only when asked over HTTP."""
+    slice_ms: float = 100.0
+    """Longest piece of training between two looks at the request queue, in ms: what an arriving request may wait."""
+    cool_ms: float = 150.0
+    """Quiet time after the last engine step before training may start, in ms."""
+    replay_bytes: int = 1 << 30
+    """Bound of the replay buffer, in bytes; the oldest samples go first."""
+    held_out_share: float = 0.12
+    """Share of prompts (by group) that is never trained on and decides what is published."""
+    min_samples: int = 12
+    """Training samples that must be there before learning starts."""
+    batch_samples: int = 2
+    """Samples per optimizer step."""
+    learning_rate: float = 1e-3
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = 20
+    """Steps of linear warm-up."""
+    weight_decay: float = 0.0
+    """AdamW weight decay."""
+    max_gradient_norm: float = 1.0
+    """Gradient-norm clip, over the draft's parameters only."""
+    evaluate_every_steps: int = 40
+    """Optimizer steps between two measurements on held-out samples."""
+    evaluate_samples: int = 32
+    """Held-out samples per measurement at most, the newest first."""
+    publish_min_gain: float = 0.02
+    """Gain in expected accepted length that a candidate must show, beyond one standard error, to be published."""
+    seed: int = 0
+    """Seed of sampling from the replay."""
+    policy_version: int = 0
+    """Version of the target's weights at start."""
+
+    def __post_init__(self) -> None:
+        positive = ("num_speculative_tokens", "slice_ms", "replay_bytes", "batch_samples", "evaluate_every_steps",
+                    "evaluate_samples", "min_samples")  # fmt: skip
+        for name in positive:
+            if getattr(self, name) <= 0:
+                raise SettingsError(f"{name} is {getattr(self, name)}, must be above 0")
+        if not 0 < self.held_out_share < 1:
+            raise SettingsError(f"held_out_share is {self.held_out_share}, must lie between 0 and 1")
+
+    def to_json(self) -> str:
+        """JSON text for the environment."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> EngineConfig:
+        """Build from a mapping; unknown keys are refused with the nearest known name."""
+        known = {field.name for field in fields(cls)}
+        for key in mapping:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise SettingsError(f"unknown setting {key!r}{hint}")
+        return cls(**mapping)
+
+    @classmethod
+    def from_environment(cls) -> EngineConfig | None:
+        """The config this process was started with, or None when the plugin was not asked for."""
+        text = os.environ.get(ENVIRONMENT)
+        return cls.from_mapping(json.loads(text)) if text else None

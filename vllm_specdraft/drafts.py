@@ -1,0 +1,233 @@
+"""Making and describing draft checkpoints (``specdraft draft init``, ``specdraft draft info``)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer_bridge.errors import CheckpointError, ConfigError
+from vllm_specdraft.embedded import cache_dir
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_DRAFT_VOCAB = 4096
+"""Small, because a small head learns and drafts faster, and the learner adapts the vocabulary to the traffic."""
+PROMPTS = (
+    "What is the capital of France?",
+    "Tom has 3 boxes with 12 pencils each and gives 9 pencils away. How many are left?",
+    "Write two sentences about the sea.",
+    "Explain why the sky is blue.",
+)
+"""What the target is asked when the gain of the warm start is measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStartGain:
+    """Both starts on the same self-generated answers."""
+
+    tokens: int
+    random_loss: float
+    """Soft cross-entropy, nats per label, passes weighted as in training."""
+    warm_loss: float
+    random_accepted_length: float
+    warm_accepted_length: float
+
+
+def read_target(target: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Config and weights of a target directory. Raises `ConfigError`."""
+    from safetensors.torch import load_file
+
+    path = Path(target) / "config.json"
+    if not path.exists():
+        raise ConfigError(
+            f"{target} is no model directory (no config.json); give a Hugging Face directory, or run `specdraft model`"
+        )
+    config = json.loads(path.read_text())
+    files = sorted(Path(target).glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{target} has no *.safetensors weights")
+    weights: dict[str, torch.Tensor] = {}
+    for file in files:
+        weights |= load_file(file)
+    if "model.embed_tokens.weight" not in weights or "model.norm.weight" not in weights:
+        raise ConfigError(
+            f"{target} ({config.get('architectures')}) is not Llama-like: no model.embed_tokens.weight or model.norm.weight"
+        )
+    return config, weights
+
+
+def init(
+    target: Path,
+    out: Path,
+    *,
+    kind: str = "eagle3",
+    draft_vocab_size: int = DEFAULT_DRAFT_VOCAB,
+    tap_layers: Sequence[int] | None = None,
+    texts: Iterable[str] = (),
+    seed: int = 0,
+    warm: bool = True,
+) -> Path:
+    """Write a new draft checkpoint for `target` into `out`.
+
+    Args:
+        texts: text whose tokens are counted for the draft vocabulary; without any, low ids are taken (byte-pair
+            vocabularies number frequent merges first), and the learner adapts the vocabulary to the traffic later.
+        warm: start from the target's own weights; False: random weights (for comparison).
+    """
+    import torch
+
+    from trainer_bridge.draft import checkpoint, registry, vocab
+    from trainer_bridge.draft.interface import FrozenTarget, TargetSpec
+
+    config, weights = read_target(target)
+    spec = TargetSpec.from_config(config)
+    draft_type = registry.by_name(kind)
+    taps = tuple(tap_layers) if tap_layers is not None else draft_type.default_tap_layers(spec)
+    size = min(draft_vocab_size, spec.vocab_size)
+    draft_config = draft_type.configure(spec, tap_layers=taps, draft_vocab_size=size)
+    torch.manual_seed(seed)
+    model = draft_type.build(draft_config)
+    end = config.get("eos_token_id")
+    always = [t for t in (end if isinstance(end, list) else [end]) if t is not None]
+    model.set_vocabulary(vocab.choose(_count(target, texts, spec.vocab_size), size, always))
+    embedding = weights["model.embed_tokens.weight"]
+    frozen = FrozenTarget(embedding=embedding, head=weights.get("lm_head.weight", embedding))
+    if warm:
+        draft_type.warm_start(model, frozen, weights)
+    checkpoint.save(out, model.state_dict(), draft_config)
+    return out
+
+
+def _count(target: Path, texts: Iterable[str], vocab_size: int) -> torch.Tensor:
+    import torch
+
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    tokenizer = None
+    for text in texts:
+        if tokenizer is None:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(target)
+        counts += torch.bincount(torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64), minlength=vocab_size)
+    return counts
+
+
+def auto(target: Path, *, kind: str = "eagle3") -> Path:
+    """The cached first draft of a target; made on first use."""
+    config = (Path(target) / "config.json").read_bytes()
+    name = hashlib.blake2b(config + str(Path(target).resolve()).encode(), digest_size=6).hexdigest()
+    out = cache_dir() / "drafts" / f"{Path(target).name}-{kind}-{name}"
+    try:
+        info(out)
+    except CheckpointError:
+        logger.info("making a first draft for %s", target)
+        init(target, out, kind=kind)
+    return out
+
+
+def info(directory: Path) -> dict[str, Any]:
+    """What a draft checkpoint is. Raises `CheckpointError` when it is none, or damaged."""
+    from trainer_bridge.draft import checkpoint, registry
+
+    config = checkpoint.read_config(directory)
+    draft_type = registry.of_config(config)
+    model, _ = draft_type.load(directory)
+    return {
+        "directory": str(directory),
+        "type": draft_type.name,
+        "engine_method": draft_type.engine_method,
+        "architecture": config["architectures"][0],
+        "tap_layers": config["eagle_aux_hidden_state_layer_ids"],
+        "hidden_size": config["hidden_size"],
+        "vocab_size": config["vocab_size"],
+        "draft_vocab_size": config["draft_vocab_size"],
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "digest": checkpoint.digest_of(model.state_dict()),
+    }
+
+
+def warm_start_gain(target: Path, draft: Path, *, passes: int = 3, answer_tokens: int = 48) -> WarmStartGain:
+    """Measure a draft against a random one of the same shape, on answers that the target generates now (greedily)."""
+    import tempfile
+
+    from trainer_bridge.draft import checkpoint, registry
+    from trainer_bridge.draft.interface import FrozenTarget
+
+    _, weights = read_target(target)
+    embedding = weights["model.embed_tokens.weight"]
+    frozen = FrozenTarget(embedding=embedding, head=weights.get("lm_head.weight", embedding))
+    draft_config = checkpoint.read_config(draft)
+    draft_type = registry.of_config(draft_config)
+    samples = _self_generated(target, draft_config["eagle_aux_hidden_state_layer_ids"], answer_tokens)
+    model, _ = draft_type.load(draft)
+    with tempfile.TemporaryDirectory() as folder:
+        other = init(
+            target, Path(folder) / "random", kind=draft_type.name, warm=False,
+            draft_vocab_size=draft_config["draft_vocab_size"], tap_layers=draft_config["eagle_aux_hidden_state_layer_ids"],
+        )  # fmt: skip
+        plain, _ = draft_type.load(other)
+    plain.set_vocabulary(model.kept())
+    measured = []
+    for candidate in (plain, model):
+        measured.append(_loss_and_length(draft_type.objective(candidate, frozen, passes=passes), samples, passes))
+    (random_loss, random_length), (warm_loss, warm_length) = measured
+    return WarmStartGain(
+        tokens=sum(s.num_answer_tokens for s in samples),
+        random_loss=random_loss,
+        warm_loss=warm_loss,
+        random_accepted_length=random_length,
+        warm_accepted_length=warm_length,
+    )
+
+
+def _loss_and_length(objective: Any, samples: list, passes: int) -> tuple[float, float]:
+    from trainer_bridge.draft.packing import pack
+
+    batch = pack(samples, passes)
+    for _ in objective.pieces(batch, batch.label_counts()):
+        pass
+    return objective.take_loss(), objective.measure(batch).length
+
+
+def _self_generated(target: Path, tap_layers: Sequence[int], answer_tokens: int) -> list:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from trainer_bridge.taps import TapSample
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    samples = []
+    for index, prompt in enumerate(PROMPTS):
+        if tokenizer.chat_template:
+            text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False)
+        else:
+            text = prompt
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=not tokenizer.chat_template)["input_ids"]
+        with torch.no_grad():
+            whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=answer_tokens, do_sample=False)
+            out = model.model(whole[:, :-1], output_hidden_states=True)
+        mask = torch.zeros(whole.shape[1], dtype=torch.bool)
+        mask[ids.shape[1] :] = True
+        sample = TapSample(
+            request_id=f"self-{index}",
+            group_id=f"self-{index}",
+            policy_version=0,
+            token_ids=whole[0],
+            positions=torch.arange(whole.shape[1]),
+            loss_mask=mask,
+            tap_layers=tuple(tap_layers),
+            taps=torch.cat([out.hidden_states[layer][0] for layer in tap_layers], -1),
+            final=out.last_hidden_state[0],
+            final_is_normed=True,
+        )
+        samples.append(sample.validate())
+    return samples

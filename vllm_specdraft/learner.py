@@ -1,0 +1,225 @@
+"""The learner: trains its own fp32 copy of the draft in pieces short enough to run between two requests.
+
+It never touches a served tensor. `pieces` is one endless generator; whoever drives it may stop after any piece for as long as
+it likes. Pieces are sized by measurement: the number of anchors per microbatch follows the slowest piece seen.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_bridge.draft import checkpoint
+from trainer_bridge.draft.interface import Acceptance, DraftType, FrozenTarget
+from trainer_bridge.draft.packing import microbatches
+from vllm_specdraft.config import EngineConfig
+from vllm_specdraft.gate import Gate, Verdict
+from vllm_specdraft.replay import Replay
+
+MAX_ROWS = 1024
+"""Rows per packed microbatch; bounds the dense visibility mask."""
+
+
+class AnchorBudget:
+    """How many anchors a microbatch may hold so that its slowest piece stays inside the slice.
+
+    Starts small and grows: a first guess that is too large would make a request wait.
+    """
+
+    def __init__(self, slice_ms: float, *, start: int = 32, low: int = 8, high: int = 512) -> None:
+        self._slice_ms, self._low, self._high = slice_ms, low, high
+        self.anchors = start
+
+    def measured(self, slowest_ms: float, anchors: int) -> None:
+        """Record the slowest piece of a microbatch of `anchors` anchors, in ms."""
+        fitting = anchors * 0.7 * self._slice_ms / max(slowest_ms, 1e-3)
+        if fitting < self.anchors:
+            self.anchors = max(self._low, int(fitting))
+        elif anchors >= 0.7 * self.anchors:
+            self.anchors = min(self._high, int(min(fitting, 1.25 * self.anchors + 1)))
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """What the learner did since start."""
+
+    seconds: float = 0.0
+    """Time spent in pieces, in seconds."""
+    tokens: int = 0
+    """Anchors trained, each with all its passes."""
+    steps: int = 0
+    """Optimizer steps."""
+    slices: int = 0
+    loss: float | None = None
+    """Mean over the last steps, nats per label summed over passes."""
+    gradient_norm: float | None = None
+    vocabulary_changes: int = 0
+    """Draft tokens that were given to tokens the traffic uses."""
+    skipped_steps: int = 0
+    """Steps dropped because loss or gradient was not finite."""
+
+
+class Learner:
+    """Owns the trainable copy, the optimizer, the copy of the served draft, and the candidate for publishing."""
+
+    def __init__(
+        self,
+        *,
+        kind: DraftType,
+        model_config: Mapping[str, Any],
+        state: Mapping[str, torch.Tensor],
+        target: FrozenTarget,
+        replay: Replay,
+        config: EngineConfig,
+    ) -> None:
+        """`state`: tensors of the served draft, checkpoint names."""
+        self.config, self.replay = config, replay
+        self.progress = Progress()
+        self.paused = False
+        self.candidate: dict[str, torch.Tensor] | None = None
+        self.candidate_digest: str | None = None
+        self.verdict: Verdict | None = None
+        self._kind, self._model_config, self._target = kind, model_config, target
+        self._vocab_size = target.head.shape[0]
+        self._model = self._copy(state)
+        self._served = self._copy(state)
+        self._objective = self._objective_of(self._model)
+        self._served_objective = self._objective_of(self._served)
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(),
+            lr=config.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self._gate = Gate(min_gain=config.publish_min_gain)
+        self._budget = AnchorBudget(config.slice_ms)
+        self._losses: deque[float] = deque(maxlen=20)
+        self._piece_ms: deque[float] = deque(maxlen=1000)
+        self._pieces = self._endless()
+
+    def can_learn(self) -> bool:
+        """Whether there is something to do: not paused, and enough samples on both sides of the split."""
+        return not self.paused and self.replay.num_train >= self.config.min_samples and self.replay.num_held_out >= 2
+
+    def run_piece(self) -> float:
+        """Run one piece; its duration in ms. Call only when `can_learn`."""
+        began = time.perf_counter()
+        next(self._pieces)
+        elapsed = time.perf_counter() - began
+        self.progress.seconds += elapsed
+        self.progress.slices += 1
+        self._piece_ms.append(1e3 * elapsed)
+        return 1e3 * elapsed
+
+    def piece_ms_p95(self) -> float | None:
+        """95th percentile of the last 1000 pieces' durations, in ms."""
+        if not self._piece_ms:
+            return None
+        return sorted(self._piece_ms)[math.ceil(0.95 * len(self._piece_ms)) - 1]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """A copy of the trainable draft as it is now, checkpoint names."""
+        return {name: tensor.detach().clone() for name, tensor in self._model.state_dict().items()}
+
+    def served_changed(self, state: Mapping[str, torch.Tensor]) -> None:
+        """The engine serves another draft now: measure against it from here on. A pending candidate is dropped."""
+        checkpoint.load_state(self._served, state, "served draft")
+        self._served_objective = self._objective_of(self._served)
+        self._drop_candidate()
+
+    def take_candidate(self) -> dict[str, torch.Tensor]:
+        """The draft to publish: what the gate let through, or the trainable copy as it is now."""
+        return self.candidate if self.candidate is not None else self.state()
+
+    def _drop_candidate(self) -> None:
+        self.candidate = self.candidate_digest = self.verdict = None
+
+    def _copy(self, state: Mapping[str, torch.Tensor]) -> nn.Module:
+        model = self._kind.build(self._model_config)
+        checkpoint.load_state(model, state, "draft")
+        return model
+
+    def _objective_of(self, model: nn.Module):
+        return self._kind.objective(model, self._target, passes=self.config.num_speculative_tokens)
+
+    def _endless(self) -> Iterator[None]:
+        while True:
+            if self.progress.steps % self.config.evaluate_every_steps == 0:
+                self._adapt_vocabulary()
+                yield
+            yield from self._step()
+            if self.progress.steps % self.config.evaluate_every_steps == 0:
+                yield from self._evaluate()
+
+    def _adapt_vocabulary(self) -> None:
+        changed = self._kind.adapt_vocabulary(self._model, self._target, self.replay.token_counts(self._vocab_size))
+        if not changed:
+            return
+        for name, rows in changed.items():
+            parameter = self._model.get_parameter(name)
+            for key in ("exp_avg", "exp_avg_sq"):
+                if key in (moments := self._optimizer.state.get(parameter, {})):
+                    moments[key][rows] = 0
+            self.progress.vocabulary_changes += rows.shape[0]
+        self._objective.vocabulary_changed()
+
+    def _step(self) -> Iterator[None]:
+        """One optimizer step."""
+        samples = self.replay.draw(self.config.batch_samples)
+        passes = self.config.num_speculative_tokens
+        batches = list(microbatches(samples, passes, self._budget.anchors, MAX_ROWS))
+        normalisers = sum((batch.label_counts() for batch in batches), torch.zeros(passes, dtype=torch.int64))
+        self._optimizer.zero_grad(set_to_none=True)
+        for batch in batches:
+            slowest = 0.0
+            pieces = self._objective.pieces(batch, normalisers)
+            while True:
+                began = time.perf_counter()
+                if next(pieces, StopIteration) is StopIteration:
+                    break
+                slowest = max(slowest, 1e3 * (time.perf_counter() - began))
+                yield
+            self._budget.measured(slowest, batch.anchors.shape[0])
+            self.progress.tokens += batch.anchors.shape[0]
+        loss = self._objective.take_loss()
+        norm = float(nn.utils.clip_grad_norm_(self._model.parameters(), self.config.max_gradient_norm))
+        self.progress.gradient_norm = norm
+        yield
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.progress.skipped_steps += 1
+        else:
+            for group in self._optimizer.param_groups:
+                group["lr"] = self.config.learning_rate * min(1.0, (self.progress.steps + 1) / self.config.warmup_steps)
+            self._optimizer.step()
+            self._losses.append(loss)
+            self.progress.loss = sum(self._losses) / len(self._losses)
+        self.progress.steps += 1
+        yield
+
+    def _evaluate(self) -> Iterator[None]:
+        """Measure the trainable and the served draft on the same held-out samples; let the gate decide."""
+        samples = self.replay.held_out(self.config.evaluate_samples)
+        if not samples:
+            return
+        results: list[tuple[Acceptance, Acceptance]] = []
+        passes = self.config.num_speculative_tokens
+        for batch in microbatches(samples, passes, self._budget.anchors, MAX_ROWS):
+            served = self._served_objective.measure(batch)
+            yield
+            results.append((served, self._objective.measure(batch)))
+            yield
+        verdict = self._gate.decide([r[0] for r in results], [r[1] for r in results])
+        self.verdict = verdict
+        if verdict.publish:
+            self.candidate = self.state()
+            yield
+            self.candidate_digest = checkpoint.digest_of(self.candidate)
+        yield

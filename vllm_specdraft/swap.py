@@ -1,0 +1,172 @@
+"""Swapping the served draft inside a running engine, as a transaction.
+
+vLLM's layerwise reload is the path (it repacks weights for the CPU kernels), but it is no transaction: it puts every layer on
+the meta device at once, also the embedding that the draft shares with the target, and an error inside leaves it half done. So:
+shared modules are taken out of the draft's tree first, everything the draft is made of is kept until the new weights passed
+a check of the functions they became, and any exception puts the old draft back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class SwapError(RuntimeError):
+    """The new draft did not become what was loaded; the old one serves on."""
+
+
+def target_digest(model: nn.Module) -> str:
+    """Hex digest of every tensor the target still holds (weights that the CPU backend packed away hold none)."""
+    import blake3
+
+    digest = blake3.blake3(max_threads=blake3.blake3.AUTO)
+    seen: set[int] = set()
+    for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):
+        if tensor.numel() == 0 or tensor.data_ptr() in seen:
+            continue
+        seen.add(tensor.data_ptr())
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest(length=16)
+
+
+class DraftSwap:
+    """Swaps the draft of one model runner."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        target = runner.get_model()
+        self._target_modules = {id(module) for module in target.modules()}
+        self._target = target
+
+    @property
+    def model(self) -> nn.Module:
+        """The drafter's module as vLLM runs it."""
+        return self._runner.drafter.model
+
+    def apply(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Serve `state` (checkpoint names and shapes) from the next step on.
+
+        Raises `SwapError`, or whatever vLLM raised; then the old draft is back and the target was never written.
+        """
+        before = _fingerprint(self._target)
+        shared = self._detach_shared()
+        snapshot = _Snapshot(self.model)
+        try:
+            with torch.no_grad():
+                self._reload(state)
+                self._check(state)
+        except BaseException:
+            snapshot.restore()
+            raise
+        finally:
+            for parent, name, module in shared:
+                parent._modules[name] = module
+        if _fingerprint(self._target) != before:
+            snapshot.restore()
+            raise SwapError("the swap touched the target's weights; the old draft is back, restart the engine")
+
+    def _detach_shared(self) -> list[tuple[nn.Module, str, nn.Module]]:
+        """Take modules that are the target's own objects out of the draft's tree."""
+        shared = [
+            (parent, name, child)
+            for parent in self.model.modules()
+            for name, child in parent.named_children()
+            if id(child) in self._target_modules
+        ]
+        for parent, name, _ in shared:
+            del parent._modules[name]
+        return shared
+
+    def _reload(self, state: Mapping[str, torch.Tensor]) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        config = self._runner.vllm_config
+        with set_current_vllm_config(config):
+            initialize_layerwise_reload(self.model)
+            self.model.load_weights(iter(state.items()))
+            finalize_layerwise_reload(self.model, config.speculative_config.draft_model_config)
+
+    def _check(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Every linear function of the served draft must equal the loaded weights on fixed inputs, every vector its value."""
+        generator = torch.Generator().manual_seed(0)
+        for name, module, weight in _functions(self.model, state):
+            x = torch.randn(3, weight.shape[1], generator=generator)
+            found = module.quant_method.apply(module, x, None)
+            wanted = F.linear(x, weight.to(x.dtype))
+            error = float((found - wanted).abs().max())
+            if not error <= 1e-4 * max(1.0, float(wanted.abs().max())):
+                raise SwapError(f"after the swap {name} is off by {error:.3g}: its weights did not arrive")
+        for name, value in self.model.named_parameters():
+            key = _checkpoint_name(name)
+            if value.dim() == 1 and key in state and not torch.equal(value.data, state[key].to(value.dtype)):
+                raise SwapError(f"after the swap {name} does not hold the loaded values")
+
+
+def _checkpoint_name(name: str) -> str:
+    name = name.removeprefix("model.").replace("layers.0.", "midlayer.")
+    return "d2t" if name == "draft_id_to_target_id" else name
+
+
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def _functions(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
+    """Name, served module and the weight ``[out, in]`` it should apply, for every linear layer. All tensors must be used."""
+    used: set[str] = set()
+    for name, module in model.named_modules():
+        if not hasattr(module, "quant_method") or not hasattr(module, "weight"):
+            continue
+        *path, leaf = _checkpoint_name(name).split(".")
+        keys = [".".join([*path, part, "weight"]) for part in _FUSED.get(leaf, (leaf,))]
+        if all(key in state for key in keys):
+            used.update(keys)
+            yield name, module, torch.cat([state[key] for key in keys])
+    missed = sorted(key for key, value in state.items() if value.dim() == 2 and key not in used)
+    if missed:
+        raise SwapError(f"no served layer takes {missed}")
+
+
+def _fingerprint(model: nn.Module) -> list[tuple]:
+    """Address, shape and write counter of every tensor, and the identity of every packed function: cheap and exact."""
+    marks: list[tuple] = []
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        marks.append((name, tensor.data_ptr(), tuple(tensor.shape), tensor._version))
+    for name, module in model.named_modules():
+        if (function := module.__dict__.get("cpu_linear")) is not None:
+            marks.append((name, id(function)))
+    return marks
+
+
+class _Snapshot:
+    """Everything a module tree is made of: tensor objects, their contents, and plain attributes (packed functions)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules: list[tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+        self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for module in model.modules():
+            plain = {k: v for k, v in module.__dict__.items() if k not in ("_parameters", "_buffers", "_modules")}
+            self._modules.append((module, plain, dict(module._parameters), dict(module._buffers)))
+            for tensor in [*module._parameters.values(), *module._buffers.values()]:
+                if tensor is not None and tensor.numel():
+                    # The reload writes into these in place.
+                    self._contents.append((tensor, tensor.detach().clone()))
+
+    def restore(self) -> None:
+        """Put everything back."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        with torch.no_grad():
+            for tensor, content in self._contents:
+                tensor.data.copy_(content)
+        for module, plain, parameters, buffers in self._modules:
+            children = module._modules
+            module.__dict__.clear()
+            module.__dict__.update(plain, _modules=children, _parameters=parameters, _buffers=buffers)
+            get_layerwise_info(module).reset()
