@@ -45,7 +45,7 @@ class DraftSwap:
         self._target = target
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         """The drafter's module as vLLM runs it."""
         return self._runner.drafter.model
 
@@ -117,7 +117,7 @@ def _checkpoint_name(name: str) -> str:
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
-def _functions(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
+def _functions(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Any, torch.Tensor]]:
     """Name, served module and the weight ``[out, in]`` it should apply, for every linear layer. All tensors must be used."""
     used: set[str] = set()
     for name, module in model.named_modules():

@@ -30,7 +30,7 @@ def digest_of(state: Mapping[str, torch.Tensor]) -> str:
     for name in sorted(state):
         tensor = state[name].detach()
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        digest.update(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -138,6 +138,10 @@ class DraftType(abc.ABC):
     def warm_start(self, model: nn.Module, target: FrozenTarget, layers: Mapping[str, torch.Tensor]) -> None:
         """Write what the target's weights can give a new draft (`layers`: the target's state dict, Hugging Face names)."""
 
+    def set_vocabulary(self, model: nn.Module, kept: torch.Tensor) -> None:
+        """Let the draft propose exactly the target ids `kept` ``[draft_vocab]``; for types with a reduced vocabulary."""
+        return None
+
     def adapt_vocabulary(self, model: nn.Module, target: FrozenTarget, counts: torch.Tensor) -> dict[str, torch.Tensor]:
         """Give tokens that the traffic uses a place in a reduced draft vocabulary, at the cost of tokens it does not use.
 

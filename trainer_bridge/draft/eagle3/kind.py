@@ -84,6 +84,10 @@ class Eagle3(DraftType):
             # The highest tap passes through; the lower ones start as small corrections.
             model.fc.weight[:, -hidden:].add_(torch.eye(hidden))
 
+    def set_vocabulary(self, model: nn.Module, kept: torch.Tensor) -> None:
+        assert isinstance(model, Eagle3Draft)
+        model.set_vocabulary(kept)
+
     def adapt_vocabulary(self, model: nn.Module, target: FrozenTarget, counts: torch.Tensor) -> dict[str, torch.Tensor]:
         assert isinstance(model, Eagle3Draft)
         rows, ids = vocab.exchange(model.kept(), counts)

@@ -60,6 +60,10 @@ class Eagle3Draft(nn.Module):
     The target's embedding is borrowed at call time and is no parameter of the draft.
     """
 
+    d2t: torch.Tensor
+    t2d: torch.Tensor
+    inverse_frequency: torch.Tensor
+
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
         hidden = config["hidden_size"]

@@ -86,6 +86,7 @@ class TrainingTimeTest(Objective):
         while segments:
             segments.pop().backward()
             yield
+        assert start.grad is not None
         scattered = torch.zeros_like(hidden0)
         scattered[batch.anchors] = start.grad
         torch.autograd.backward([hidden0, keys, values], [scattered, trunk[0].grad, trunk[1].grad])
