@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -37,8 +37,11 @@ class Server:
         extra: Sequence[str] = (),
         plain: bool = False,
         state_dir: Path | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`extra`: options of ``specdraft serve`` or vLLM; `plain`: the stock engine under the same settings."""
+        """`extra`: options of ``specdraft serve`` or vLLM; `plain`: the stock engine under the same settings;
+        `environment`: variables to add."""
+        self._environment = {**os.environ, **(environment or {})}
         self.log_path = log_path
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
@@ -59,7 +62,12 @@ class Server:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+                self._command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=self._environment,
             )
 
     def wait_ready(self, timeout_s: float = 300.0, waiting: Callable[[float], None] | None = None) -> None:

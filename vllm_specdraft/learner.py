@@ -133,13 +133,14 @@ class Learner:
         """The engine serves another draft now: measure against it from here on. A pending candidate is dropped."""
         checkpoint.load_state(self._served, state, "served draft")
         self._served_objective = self._objective_of(self._served)
-        self._drop_candidate()
+        self.drop_candidate()
 
     def take_candidate(self) -> dict[str, torch.Tensor]:
         """The draft to publish: what the gate let through, or the trainable copy as it is now."""
         return self.candidate if self.candidate is not None else self.state()
 
-    def _drop_candidate(self) -> None:
+    def drop_candidate(self) -> None:
+        """Forget the candidate: published, or refused. The next measurement may make a new one."""
         self.candidate = self.candidate_digest = self.verdict = None
 
     def _copy(self, state: Mapping[str, torch.Tensor]) -> nn.Module:

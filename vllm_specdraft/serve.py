@@ -20,6 +20,7 @@ from vllm_specdraft import cpu
 from vllm_specdraft.config import ENVIRONMENT, EngineConfig
 
 PLUGIN = "specdraft"
+LARGEST_BATCH = 1 << 20
 WORKER_EXTENSION = "vllm_specdraft.worker.SpecdraftWorker"
 
 
@@ -37,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser, argparse cannot tell a positional from an option's value."""
     parser.add_argument("--draft", default="auto", metavar="DIR|auto", help="draft checkpoint; auto: a new one, kept in the cache")
     parser.add_argument("--num-speculative-tokens", type=int, default=3, metavar="K", help="draft tokens per step (default: 3)")
+    parser.add_argument(
+        "--speculate-up-to",
+        type=int,
+        metavar="N",
+        help="largest batch that is drafted for in full; twice as many get one token, more none (CPU default: 8; 0: no limit)",
+    )
     parser.add_argument("--no-learn", action="store_true", help="serve and tap, but do not train the draft")
     parser.add_argument("--no-auto-publish", action="store_true", help="train, but swap only when asked over HTTP")
     parser.add_argument("--slice-ms", type=float, default=100.0, help="longest slice of training, in ms (default: 100)")
@@ -67,12 +74,19 @@ def build(target: Path, args: argparse.Namespace, extra: Sequence[str], draft: P
         if "--no-enforce-eager" not in extra:
             default("--enforce-eager")
     if args.plain:
-        environment["VLLM_PLUGINS"] = ",".join(sorted(_plugin_names() - {PLUGIN}))
+        if "VLLM_PLUGINS" not in environ:
+            environment["VLLM_PLUGINS"] = ",".join(sorted(_plugin_names() - {PLUGIN}))
         return Command(argv=_entry(options), environment=environment, notes=notes)
     assert draft is not None
     config = json.loads((draft / "config.json").read_text())
     method = _method_of(config)
-    speculative = {"method": method, "model": str(draft), "num_speculative_tokens": args.num_speculative_tokens}
+    speculative: dict[str, object] = {"method": method, "model": str(draft), "num_speculative_tokens": args.num_speculative_tokens}
+    limit = args.speculate_up_to if args.speculate_up_to is not None else (8 if on_cpu else 0)
+    if limit:
+        # Verifying k + 1 rows per request is nearly free while the weights' way through memory is the bound, and is paid in
+        # full when arithmetic is: on a CPU from some tens of rows on.
+        schedule = [[1, limit, args.num_speculative_tokens], [limit + 1, 2 * limit, 1], [2 * limit + 1, LARGEST_BATCH, 0]]
+        speculative["num_speculative_tokens_per_batch_size"] = schedule
     options += ["--speculative-config", json.dumps(speculative), "--worker-extension-cls", WORKER_EXTENSION]
     state_dir = args.state_dir or Path(tempfile.mkdtemp(prefix="specdraft-"))
     state_dir.mkdir(parents=True, exist_ok=True)
@@ -92,6 +106,7 @@ def build(target: Path, args: argparse.Namespace, extra: Sequence[str], draft: P
     environment["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*filter(None, wanted), PLUGIN]))
     notes += [
         f"  {'draft':28} {draft} ({method}, {args.num_speculative_tokens} tokens a step)",
+        f"  {'speculation':28} {f'batches up to {limit} in full, up to {2 * limit} one token' if limit else 'always'}",
         f"  {'learning':28} {'off' if args.no_learn else f'in idle windows, slices of at most {args.slice_ms:g} ms'}",
     ]
     return Command(argv=_entry(options), environment=environment, notes=notes)

@@ -147,6 +147,7 @@ class WorkerAgent:
             with torch.inference_mode(False):
                 return self._swap(request)
         except Exception as error:
+            self.learner.drop_candidate()
             self._last_error = f"swap refused, still serving draft {self.draft_version}: {error}"
             self._write_status(force=True)
             raise

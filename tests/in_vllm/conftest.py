@@ -1,0 +1,79 @@
+"""Engines shared by the tests of this folder: each is started once, when the first test asks for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.in_vllm import engines
+from vllm_specdraft import drafts, embedded
+from vllm_specdraft.launch import Server
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All tests of this folder start a real engine."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in Path(item.path).parents:
+            item.add_marker("in_vllm")
+
+
+@pytest.fixture(scope="session")
+def target() -> Path:
+    """The default model."""
+    return embedded.ensure()
+
+
+@pytest.fixture(scope="session")
+def first_draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new draft, warm start."""
+    return drafts.init(target, tmp_path_factory.mktemp("drafts") / "first")
+
+
+@pytest.fixture(scope="session")
+def live(target: Path, first_draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Our server, learning; it publishes only when a test says so."""
+    log = tmp_path_factory.mktemp("live") / "server.log"
+    with Server(target, draft=first_draft, log_path=log, extra=["--no-auto-publish", "--kv-gib", "1"]) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def learned(live: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the draft that `live` learned in idle windows from 48 answers, and now serves; learning is paused."""
+    import reasoning_gym
+
+    questions = [item["question"] for item in reasoning_gym.create_dataset("gsm_symbolic", size=48, seed=3)]
+    engines.chat_many(live.url, questions, max_tokens=64)
+    deadline = time.monotonic() + 120
+    while engines.status(live.url)["learning"]["seconds"] < 30:
+        assert time.monotonic() < deadline, engines.status(live.url)
+        time.sleep(1)
+    engines.post(live.url, "train", {"action": "pause"}).raise_for_status()
+    engines.post(live.url, "publish", {}).raise_for_status()
+    directory = tmp_path_factory.mktemp("learned") / "draft"
+    engines.post(live.url, "save", {"directory": str(directory)}).raise_for_status()
+    return directory
+
+
+@pytest.fixture(scope="session")
+def plain(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The stock engine: no plugin, no speculation, the same CPU settings."""
+    log = tmp_path_factory.mktemp("plain") / "server.log"
+    with Server(target, draft=None, log_path=log, plain=True, extra=["--kv-gib", "1"]) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def stock(target: Path, learned: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Stock vLLM that loads our checkpoint. Our plugin is installed and called by vLLM, but was not asked for."""
+    log = tmp_path_factory.mktemp("stock") / "server.log"
+    speculative = f'{{"method": "eagle3", "model": "{learned}", "num_speculative_tokens": 3}}'
+    extra = ["--kv-gib", "1", "--speculative-config", speculative]
+    # Named, so that vLLM loads both of our entry points; not asked for, since there is no config in the environment.
+    environment = {"VLLM_PLUGINS": "specdraft"}
+    with Server(target, draft=None, log_path=log, plain=True, extra=extra, environment=environment) as server:
+        yield server

@@ -1,0 +1,81 @@
+"""Catches: a server that does not learn while idle, or not stop when told; status, metrics or errors that do not reach the
+user; a refused draft that leaves the engine in pieces."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import requests
+
+from tests.in_vllm import engines
+from vllm_specdraft import drafts
+from vllm_specdraft.launch import Server
+
+
+def test_the_draft_learned_in_idle_windows(live: Server, learned: Path) -> None:
+    found = engines.status(live.url)
+    assert found["last_error"] is None
+    assert found["learning"]["tokens"] > 0 and found["learning"]["steps"] > 0
+    assert found["replay"]["samples"] + found["replay"]["held_out_samples"] == 48
+    assert found["replay"]["bytes"] <= found["replay"]["limit_bytes"]
+    assert found["publishes"][0]["origin"] == "learner"
+    assert found["publishes"][0]["target_untouched"] is True
+
+
+def test_slices_keep_to_their_budget(live: Server, learned: Path) -> None:
+    assert engines.status(live.url)["learning"]["slice_ms_p95"] <= 150
+
+
+def test_a_paused_learner_rests_and_a_resumed_one_learns(live: Server, learned: Path) -> None:
+    before = engines.status(live.url)["learning"]
+    time.sleep(1.5)
+    assert engines.status(live.url)["learning"]["steps"] == before["steps"]
+    engines.post(live.url, "train", {"action": "resume"}).raise_for_status()
+    deadline = time.monotonic() + 30
+    while engines.status(live.url)["learning"]["steps"] <= before["steps"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    paused = engines.post(live.url, "train", {"action": "pause"}).json()
+    assert paused["learning"]["paused"] is True
+
+
+def test_metrics_are_exported(live: Server, learned: Path) -> None:
+    text = requests.get(f"{live.url}/metrics", timeout=10).text
+    for name in (
+        "specdraft_draft_version",
+        "specdraft_accepted_length",
+        "specdraft_learning_seconds_total",
+        "specdraft_slice_p95_milliseconds",
+        "specdraft_replay_bytes",
+        "specdraft_accepted_tokens_total",
+    ):
+        assert f"# HELP {name}" in text or f"# HELP {name.removesuffix('_total')}" in text, name
+
+
+def test_a_bad_draft_is_refused_by_name_and_the_old_one_serves_on(
+    live: Server, learned: Path, target: Path, tmp_path: Path
+) -> None:
+    before = engines.status(live.url)
+    wanted = engines.chat(live.url, engines.QUESTIONS[0])
+    truncated = tmp_path / "truncated"
+    shutil.copytree(learned, truncated)
+    weights = truncated / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    other = drafts.init(target, tmp_path / "other", draft_vocab_size=512)
+    for draft, word in ((tmp_path / "nowhere", "config.json"), (truncated, "model.safetensors"), (other, "draft_vocab_size")):
+        refused = engines.post(live.url, "publish", {"draft": str(draft)})
+        assert refused.status_code == 409
+        assert word in refused.json()["error"]
+    after = engines.status(live.url)
+    assert (after["draft_version"], after["draft_digest"]) == (before["draft_version"], before["draft_digest"])
+    assert "still serving" in after["last_error"]
+    assert engines.chat(live.url, engines.QUESTIONS[0]) == wanted
+
+
+def test_malformed_control_requests_are_refused(live: Server) -> None:
+    assert engines.post(live.url, "train", {"action": "sleep"}).status_code == 400
+    assert engines.post(live.url, "publish", {"draft_dir": "/x"}).status_code == 400
+    assert engines.post(live.url, "save", {}).status_code == 400
+    assert requests.post(f"{live.url}/specdraft/train", data="{", timeout=10).status_code == 400
