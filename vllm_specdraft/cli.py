@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import logging
 import os
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         return args.run(args, extra)
-    except (BridgeError, SettingsError, embedded.ModelError) as error:
+    except (BridgeError, SettingsError, embedded.ModelError, OSError) as error:
         print(f"specdraft: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -114,6 +115,8 @@ def _draft_init(args: argparse.Namespace, extra: Sequence[str]) -> int:
             texts.append(file.read_text())
         except OSError as error:
             raise SettingsError(f"--text {file}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise SettingsError(f"--text {file} is no text: {error}") from None
     drafts.init(
         args.target,
         args.out,
@@ -127,8 +130,9 @@ def _draft_init(args: argparse.Namespace, extra: Sequence[str]) -> int:
     if not args.no_measure:
         gain = drafts.warm_start_gain(args.target, args.out)
         print(
-            f"warm start on {gain.tokens} tokens the target just generated: loss {gain.random_loss:.3f} -> {gain.warm_loss:.3f}, "
-            f"accepted length {gain.random_accepted_length:.3f} -> {gain.warm_accepted_length:.3f} (random -> warm)"
+            f"warm start against a random one, both after {gain.steps} steps on {gain.tokens} tokens the target just generated, "
+            f"on held-out answers:\n  loss {gain.warm_loss:.2f} (random {gain.random_loss:.2f}), "
+            f"accepted length {gain.warm_accepted_length:.3f} (random {gain.random_accepted_length:.3f})"
         )
     return 0
 
@@ -166,8 +170,13 @@ def _status(args: argparse.Namespace, extra: Sequence[str]) -> int:
             found = json.load(answer)
     except urllib.error.HTTPError as error:
         raise SettingsError(f"{url} answered {error.code}: is this a specdraft server?") from None
-    except (urllib.error.URLError, OSError) as error:
+    except (OSError, http.client.HTTPException) as error:
         raise SettingsError(f"no answer from {url}: {getattr(error, 'reason', error)}") from None
+    except ValueError as error:
+        # No URL at all, or an answer that is not JSON.
+        raise SettingsError(f"no status at {url} ({error}): needs the address of a specdraft server, http://HOST:PORT") from None
+    if not isinstance(found, dict) or "draft_version" not in found:
+        raise SettingsError(f"no status at {url}: is this a specdraft server?")
     if args.json:
         print(json.dumps(found, indent=1))
         return 0

@@ -67,10 +67,14 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         positive = ("num_speculative_tokens", "slice_ms", "replay_bytes", "batch_samples", "evaluate_every_steps",
-                    "evaluate_samples", "min_samples")  # fmt: skip
+                    "evaluate_samples", "min_samples", "learning_rate", "max_gradient_norm")  # fmt: skip
+        # Written so that a NaN is refused as well.
         for name in positive:
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:
                 raise SettingsError(f"{name} is {getattr(self, name)}, must be above 0")
+        for name in ("cool_ms", "warmup_steps", "weight_decay", "policy_version"):
+            if not getattr(self, name) >= 0:
+                raise SettingsError(f"{name} is {getattr(self, name)}, must not be negative")
         if not 0 < self.held_out_share < 1:
             raise SettingsError(f"held_out_share is {self.held_out_share}, must lie between 0 and 1")
 

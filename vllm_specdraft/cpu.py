@@ -39,8 +39,13 @@ def choose(environ: Mapping[str, str], *, kv_gib: int | None = None) -> CpuSetti
     # The automatic binding keeps a core for the other processes; on few cores that costs a quarter of the speed.
     pick("VLLM_CPU_OMP_THREADS_BIND", _ranges(cores), f"all {len(cores)} cores for the worker")
     free_gib = psutil.virtual_memory().available / 2**30
-    size = kv_gib if kv_gib is not None else max(1, min(4, int(free_gib / 6)))
-    pick("VLLM_CPU_KVCACHE_SPACE", str(size), "GiB of KV cache")
+    size = max(1, min(4, int(free_gib / 6)))
+    if kv_gib is None:
+        pick("VLLM_CPU_KVCACHE_SPACE", str(size), "GiB of KV cache")
+    else:
+        # Asked for on this very command line: stronger than a variable that was set some time before.
+        chosen["VLLM_CPU_KVCACHE_SPACE"] = str(kv_gib)
+        notes["VLLM_CPU_KVCACHE_SPACE"] = f"{kv_gib} (yours)"
     libraries = preloads()
     if libraries:
         value = ":".join([*libraries, *filter(None, [environ.get("LD_PRELOAD")])])

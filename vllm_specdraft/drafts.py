@@ -25,17 +25,24 @@ PROMPTS = (
     "Tom has 3 boxes with 12 pencils each and gives 9 pencils away. How many are left?",
     "Write two sentences about the sea.",
     "Explain why the sky is blue.",
+    "Name three animals that live in a forest.",
+    "A shirt costs 20 dollars and is sold for a quarter less. What does it cost now?",
+    "What is a prime number?",
+    "Anna is 12 years old and her brother is 5 years younger. How old is he?",
 )
-"""What the target is asked when the gain of the warm start is measured."""
+"""What the target is asked when the gain of the warm start is measured; the last two answers are held out."""
+HELD_OUT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStartGain:
-    """Both starts on the same self-generated answers."""
+    """A warm and a random start on the same self-generated answers, both after the same few optimizer steps."""
 
+    steps: int
     tokens: int
+    """Answer tokens that the target generated for it."""
     random_loss: float
-    """Soft cross-entropy, nats per label, passes weighted as in training."""
+    """On held-out answers; soft cross-entropy, nats per label, passes weighted as in training and summed."""
     warm_loss: float
     random_accepted_length: float
     warm_accepted_length: float
@@ -47,9 +54,7 @@ def read_target(target: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
     path = Path(target) / "config.json"
     if not path.exists():
-        raise ConfigError(
-            f"{target} is no model directory (no config.json); give a Hugging Face directory, or run `specdraft model`"
-        )
+        raise _no_model(target)
     config = json.loads(path.read_text())
     files = sorted(Path(target).glob("*.safetensors"))
     if not files:
@@ -62,6 +67,10 @@ def read_target(target: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
             f"{target} ({config.get('architectures')}) is not Llama-like: no model.embed_tokens.weight or model.norm.weight"
         )
     return config, weights
+
+
+def _no_model(target: Path) -> ConfigError:
+    return ConfigError(f"{target} is no model directory (no config.json); give a Hugging Face directory, or run `specdraft model`")
 
 
 def init(
@@ -122,7 +131,10 @@ def _count(target: Path, texts: Iterable[str], vocab_size: int) -> torch.Tensor:
 
 def auto(target: Path, *, kind: str = "eagle3") -> Path:
     """The cached first draft of a target; made on first use."""
-    config = (Path(target) / "config.json").read_bytes()
+    try:
+        config = (Path(target) / "config.json").read_bytes()
+    except OSError:
+        raise _no_model(target) from None
     name = hashlib.blake2b(config + str(Path(target).resolve()).encode(), digest_size=6).hexdigest()
     out = cache_dir() / "drafts" / f"{Path(target).name}-{kind}-{name}"
     try:
@@ -154,8 +166,11 @@ def info(directory: Path) -> dict[str, Any]:
     }
 
 
-def warm_start_gain(target: Path, draft: Path, *, passes: int = 3, answer_tokens: int = 48) -> WarmStartGain:
-    """Measure a draft against a random one of the same shape, on answers that the target generates now (greedily)."""
+def warm_start_gain(target: Path, draft: Path, *, passes: int = 3, answer_tokens: int = 48, steps: int = 24) -> WarmStartGain:
+    """What a draft's start is worth against a random one of the same shape, on answers that the target generates now.
+
+    Compared after `steps` optimizer steps: a start is worth what it saves the learner.
+    """
     import torch
 
     from trainer_bridge.draft import checkpoint, registry
@@ -175,15 +190,34 @@ def warm_start_gain(target: Path, draft: Path, *, passes: int = 3, answer_tokens
         plain.get_buffer(name).copy_(buffer)
     measured = []
     for candidate in (plain, model):
-        measured.append(_loss_and_length(draft_type.objective(candidate, frozen, passes=passes), samples, passes))
+        objective = draft_type.objective(candidate, frozen, passes=passes)
+        _learn(candidate, objective, samples[:-HELD_OUT], passes, steps)
+        measured.append(_loss_and_length(objective, samples[-HELD_OUT:], passes))
     (random_loss, random_length), (warm_loss, warm_length) = measured
     return WarmStartGain(
+        steps=steps,
         tokens=sum(s.num_answer_tokens for s in samples),
         random_loss=random_loss,
         warm_loss=warm_loss,
         random_accepted_length=random_length,
         warm_accepted_length=warm_length,
     )
+
+
+def _learn(model: Any, objective: Any, samples: list, passes: int, steps: int) -> None:
+    import torch
+
+    from trainer_bridge.draft.packing import pack
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(steps):
+        batch = pack([samples[step % len(samples)]], passes)
+        optimizer.zero_grad()
+        for _ in objective.pieces(batch, batch.label_counts()):
+            pass
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    objective.take_loss()
 
 
 def _loss_and_length(objective: Any, samples: list, passes: int) -> tuple[float, float]:

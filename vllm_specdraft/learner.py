@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +39,14 @@ class AnchorBudget:
 
     def measured(self, slowest_ms: float, anchors: int) -> None:
         """Record the slowest piece of a microbatch of `anchors` anchors, in ms."""
-        fitting = anchors * 0.7 * self._slice_ms / max(slowest_ms, 1e-3)
+        wanted_ms = 0.7 * self._slice_ms
+        # The trunk costs the same for few anchors: a small last microbatch that fits says nothing about a full one.
+        if slowest_ms <= wanted_ms and anchors < 0.7 * self.anchors:
+            return
+        fitting = anchors * wanted_ms / max(slowest_ms, 1e-3)
         if fitting < self.anchors:
             self.anchors = max(self._low, int(fitting))
-        elif anchors >= 0.7 * self.anchors:
+        else:
             self.anchors = min(self._high, int(min(fitting, 1.25 * self.anchors + 1)))
 
 
@@ -112,7 +116,13 @@ class Learner:
     def run_piece(self) -> float:
         """Run one piece; its duration in ms. Call only when `can_learn`."""
         began = time.perf_counter()
-        next(self._pieces)
+        try:
+            next(self._pieces)
+        except BaseException:
+            # A generator that raised is over: without a new one, learning could never be resumed.
+            self._pieces = self._endless()
+            self._objective.take_loss()
+            raise
         elapsed = time.perf_counter() - began
         self.progress.seconds += elapsed
         self.progress.slices += 1
@@ -198,7 +208,7 @@ class Learner:
             self.progress.skipped_steps += 1
         else:
             for group in self._optimizer.param_groups:
-                group["lr"] = self.config.learning_rate * min(1.0, (self.progress.steps + 1) / self.config.warmup_steps)
+                group["lr"] = self.config.learning_rate * min(1.0, (self.progress.steps + 1) / max(1, self.config.warmup_steps))
             self._optimizer.step()
             self._losses.append(loss)
             self.progress.loss = sum(self._losses) / len(self._losses)
@@ -207,20 +217,34 @@ class Learner:
 
     def _evaluate(self) -> Iterator[None]:
         """Measure the trainable and the served draft on the same held-out samples; let the gate decide."""
-        samples = self.replay.held_out(self.config.evaluate_samples)
-        if not samples:
+        served, pairs = self._served_objective, []
+        for sample in self.replay.held_out(self.config.evaluate_samples):
+            # Sample by sample: parts of one answer are not independent, so the gate must not count them as samples.
+            parts: list[tuple[Acceptance, Acceptance]] = []
+            for batch in microbatches([sample], self.config.num_speculative_tokens, self._budget.anchors, MAX_ROWS):
+                before = served.measure(batch)
+                yield
+                parts.append((before, self._objective.measure(batch)))
+                yield
+            pairs.append((_together([p[0] for p in parts]), _together([p[1] for p in parts])))
+        if not pairs or served is not self._served_objective:
+            # Another draft is served by now: what was measured against the old one is void.
             return
-        results: list[tuple[Acceptance, Acceptance]] = []
-        passes = self.config.num_speculative_tokens
-        for batch in microbatches(samples, passes, self._budget.anchors, MAX_ROWS):
-            served = self._served_objective.measure(batch)
-            yield
-            results.append((served, self._objective.measure(batch)))
-            yield
-        verdict = self._gate.decide([r[0] for r in results], [r[1] for r in results])
+        verdict = self._gate.decide([p[0] for p in pairs], [p[1] for p in pairs])
         self.verdict = verdict
         if verdict.publish:
-            self.candidate = self.state()
+            candidate = self.state()
             yield
-            self.candidate_digest = checkpoint.digest_of(self.candidate)
+            digest = checkpoint.digest_of(candidate)
+            if served is self._served_objective:
+                self.candidate, self.candidate_digest = candidate, digest
         yield
+
+
+def _together(parts: Sequence[Acceptance]) -> Acceptance:
+    """One sample's acceptance from that of its parts."""
+    return Acceptance(
+        accepted_sum=torch.stack([part.accepted_sum.sum() for part in parts]).sum()[None],
+        anchors=torch.stack([part.anchors.sum() for part in parts]).sum()[None],
+        hits=torch.stack([part.hits for part in parts]).sum(0),
+    )

@@ -42,6 +42,11 @@ class Replay:
         except SampleError:
             self.dropped["invalid"] += 1
             return False
+        answer = sample.loss_mask
+        if not bool((answer[1:-1] & answer[2:]).any()):
+            # No two answer tokens in a row: nothing the engine would have drafted, so no label in any pass.
+            self.dropped["nothing_to_draft"] += 1
+            return False
         held_out = self.is_held_out(sample.group_id)
         store = self._held_out if held_out else self._train
         limit = self.limit_bytes * (self.held_out_share if held_out else 1 - self.held_out_share)

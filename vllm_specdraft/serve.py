@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_specdraft import cpu
-from vllm_specdraft.config import ENVIRONMENT, EngineConfig
+from vllm_specdraft.config import ENVIRONMENT, EngineConfig, SettingsError
 
 PLUGIN = "specdraft"
 LARGEST_BATCH = 1 << 20
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--speculate-up-to",
         type=int,
         metavar="N",
-        help="largest batch that is drafted for in full; twice as many get one token, more none (CPU default: 8; 0: no limit)",
+        help="largest batch that is drafted for in full; twice as many get one token, more none (CPU default: 4; 0: no limit)",
     )
     parser.add_argument("--no-learn", action="store_true", help="serve and tap, but do not train the draft")
     parser.add_argument("--no-auto-publish", action="store_true", help="train, but swap only when asked over HTTP")
@@ -58,9 +58,11 @@ def build(target: Path, args: argparse.Namespace, extra: Sequence[str], draft: P
     """The server command for parsed options, vLLM's options `extra`, and a draft directory (None with ``--plain``)."""
     options = ["--model", str(target), *extra]
     on_cpu = _on_cpu()
+    # vLLM takes underscores in the names of options, too.
+    given = {option.partition("=")[0].replace("_", "-") for option in extra if option.startswith("--")}
 
     def default(name: str, *values: str) -> None:
-        if not any(option == name or option.startswith(f"{name}=") for option in extra):
+        if name not in given:
             options.extend([name, *values])
 
     default("--host", "127.0.0.1")
@@ -71,17 +73,19 @@ def build(target: Path, args: argparse.Namespace, extra: Sequence[str], draft: P
         environment |= settings.environment
         notes += [f"  {name:28} {value}" for name, value in settings.notes.items()]
         default("--dtype", "float32")
-        if "--no-enforce-eager" not in extra:
+        if "--no-enforce-eager" not in given:
             default("--enforce-eager")
     if args.plain:
-        if "VLLM_PLUGINS" not in environ:
-            environment["VLLM_PLUGINS"] = ",".join(sorted(_plugin_names() - {PLUGIN}))
+        wanted = environ["VLLM_PLUGINS"].split(",") if "VLLM_PLUGINS" in environ else sorted(_plugin_names())
+        environment["VLLM_PLUGINS"] = ",".join(name for name in wanted if name != PLUGIN)
         return Command(argv=_entry(options), environment=environment, notes=notes)
     assert draft is not None
     config = json.loads((draft / "config.json").read_text())
     method = _method_of(config)
     speculative: dict[str, object] = {"method": method, "model": str(draft), "num_speculative_tokens": args.num_speculative_tokens}
-    limit = args.speculate_up_to if args.speculate_up_to is not None else (8 if on_cpu else 0)
+    limit = args.speculate_up_to if args.speculate_up_to is not None else (4 if on_cpu else 0)
+    if limit < 0:
+        raise SettingsError(f"--speculate-up-to is {limit}, must be a batch size, or 0 for no limit")
     if limit:
         # Verifying k + 1 rows per request is nearly free while the weights' way through memory is the bound, and is paid in
         # full when arithmetic is: on a CPU from some tens of rows on.

@@ -54,7 +54,9 @@ def main(target: str, draft: str, out: str) -> None:
         dtype="float32",
         enforce_eager=True,
         max_model_len=1024,
-        max_num_batched_tokens=48,
+        # One prompt fits into a step, two do not: together their prefill is cut into chunks. Alone it must not be: at a chunk's
+        # end vLLM 0.32 gives its drafter the token after the next one, which no draft is trained for.
+        max_num_batched_tokens=64,
         enable_chunked_prefill=True,
         speculative_config={"method": "eagle3", "model": draft, "num_speculative_tokens": 3},
         worker_extension_cls="vllm_specdraft.worker.SpecdraftWorker",

@@ -30,7 +30,7 @@ def draft(live: Any, learned: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(target: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the worker of an offline engine saw, prompts prefilled in chunks of 48 tokens."""
+    """What the worker of an offline engine saw: two prompts one by one, then both at once with their prefill cut into chunks."""
     out = tmp_path_factory.mktemp("seen")
     config = EngineConfig(draft_dir=str(draft), state_dir=str(out), learn=False)
     environment = {

@@ -16,15 +16,15 @@ from vllm_specdraft.demo.prompts import Prompt
 class RhythmConfig:
     """The shape of one round."""
 
-    rollouts: int = 24
+    rollouts: int = 64
     """Rollouts in a burst."""
-    concurrency: int = 8
+    concurrency: int = 32
     """Rollouts in flight at once."""
     max_tokens: int = 160
     """Longest rollout; it may end earlier by itself."""
     temperature: float = 1.0
     """Temperature of the sampled rollouts; 1.0 is what policy gradients need."""
-    greedy_every: int = 6
+    greedy_every: int = 4
     """Every n-th rollout is greedy, as the validation inside an RL run is; 0 for none."""
     pause_s: float = 60.0
     """The trainer's time after a burst, in which the server has nothing to generate."""
