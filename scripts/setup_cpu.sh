@@ -26,7 +26,10 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then exit 0; fi
 
 say() { echo "set-up: $*"; }
 say "into .venv (about 3 GB; a few minutes with a fast connection)"
-[ -x .venv/bin/python ] || "$python" -m venv .venv
+# An environment that was left half made, or made with another Python, is made again.
+if ! .venv/bin/python -c 'import sys, pip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+  "$python" -m venv --clear .venv
+fi
 pip() { .venv/bin/python -m pip "$@" --quiet --disable-pip-version-check; }
 
 index=()

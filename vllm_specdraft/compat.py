@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 SEAMS: tuple[tuple[str, str], ...] = (
     ("vllm.v1.executor.multiproc_executor", "WorkerProc.worker_busy_loop"),
@@ -37,6 +38,22 @@ def probe() -> None:
                 f"specdraft needs {module_name}:{dotted}, which vLLM {vllm_version()} does not have; "
                 f"use vLLM {' or '.join(TESTED)}, or start plain vLLM"
             ) from None
+
+
+def check_engine(runner: Any) -> None:
+    """Refuse, by name, an engine whose steps the plugin would misread. Raises `UnsupportedVllmError`."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    parallel = runner.vllm_config.parallel_config
+    if not isinstance(runner, GPUModelRunner):
+        raise UnsupportedVllmError("specdraft needs the V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0")
+    if runner.use_async_scheduling:
+        raise UnsupportedVllmError("specdraft reads sampled tokens after each step: add --no-async-scheduling")
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        if getattr(parallel, name) != 1:
+            raise UnsupportedVllmError(f"specdraft runs with one worker so far: leave out --{name.replace('_', '-')}")
+    if runner.drafter is None or not runner.use_aux_hidden_state_outputs:
+        raise UnsupportedVllmError("specdraft needs a draft over tapped hidden states: the engine was started without one")
 
 
 def vllm_version() -> str:

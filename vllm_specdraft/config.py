@@ -54,12 +54,14 @@ class EngineConfig:
     """AdamW weight decay."""
     max_gradient_norm: float = 1.0
     """Gradient-norm clip, over the draft's parameters only."""
-    evaluate_every_steps: int = 40
+    evaluate_every_steps: int = 60
     """Optimizer steps between two measurements on held-out samples."""
     evaluate_samples: int = 32
     """Held-out samples per measurement at most, the newest first."""
     publish_min_gain: float = 0.02
-    """Gain in expected accepted length that a candidate must show, beyond one standard error, to be published."""
+    """Gain in expected accepted length that a candidate must show, beyond two standard errors, to be published."""
+    max_sample_tokens: int = 1024
+    """Longer samples are cut to their first tokens, whose rows need no later ones; bounds a slice."""
     seed: int = 0
     """Seed of sampling from the replay."""
     policy_version: int = 0

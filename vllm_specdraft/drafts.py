@@ -100,7 +100,7 @@ def init(
     spec = TargetSpec.from_config(config)
     draft_type = registry.by_name(kind)
     taps = tuple(tap_layers) if tap_layers is not None else draft_type.default_tap_layers(spec)
-    size = min(draft_vocab_size, spec.vocab_size)
+    size = min(draft_vocab_size, spec.vocab_size - 1)
     draft_config = draft_type.configure(spec, tap_layers=taps, draft_vocab_size=size)
     torch.manual_seed(seed)
     model = draft_type.build(draft_config)

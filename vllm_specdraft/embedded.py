@@ -110,6 +110,9 @@ def ensure(*, force: bool = False, directory: Path | None = None) -> Path:
     staging = Path(tempfile.mkdtemp(prefix=f".{NAME}-", dir=directory.parent))
     try:
         _convert(gguf, staging)
+        if not force and manifest_of(directory) is not None:
+            # Another process finished the same conversion meanwhile, and may be serving it.
+            return directory
         if directory.exists():
             shutil.rmtree(directory)
         try:

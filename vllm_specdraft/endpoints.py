@@ -11,7 +11,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 
 from vllm_specdraft import metrics, status
@@ -71,11 +71,11 @@ async def publish_when_ready(link: Link) -> None:
     """Publish each candidate that passed the gate. Ends with the server."""
     while True:
         await asyncio.sleep(POLL_S)
-        found = link.read_status()
-        if not found or not found["learning"]["candidate_ready"]:
-            continue
         try:
-            record = await link.swap({})
+            found = link.read_status()
+            if not found or not (digest := found["learning"]["candidate_digest"]):
+                continue
+            record = await link.swap({"candidate": digest})
             logger.info(
                 "draft %d serves: expected accepted length %s -> %s on held-out samples, swapped in %s ms",
                 record["draft_version"], record["held_out_before"], record["held_out_after"], record["swap_ms"],
@@ -128,10 +128,16 @@ async def post_save(raw: Request) -> JSONResponse:
 
 
 async def _body(raw: Request) -> dict[str, Any]:
+    """The JSON object of a request; ``{}`` when it has no body. Raises a 415 or 400."""
     if not await raw.body():
         return {}
+    if raw.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        # What a web page may send to another origin without asking is not JSON by its type.
+        raise HTTPException(415, "send the body as application/json")
     try:
         found = await raw.json()
     except ValueError:
         found = None
-    return found if isinstance(found, dict) else {"action": None, "invalid JSON object": None}
+    if not isinstance(found, dict):
+        raise HTTPException(400, "the body must be a JSON object")
+    return found

@@ -25,8 +25,14 @@ class Verdict:
     publish: bool
 
 
+MIN_SAMPLES = 6
+"""Fewer held-out samples than this say nothing about their spread."""
+STANDARD_ERRORS = 2.0
+"""The gate looks again and again at nearly the same samples: one standard error would let chance through soon."""
+
+
 class Gate:
-    """Publishes when the paired gain exceeds `min_gain` plus one standard error."""
+    """Publishes when the paired gain exceeds `min_gain` plus two standard errors, on enough samples."""
 
     def __init__(self, *, min_gain: float) -> None:
         self._min_gain = min_gain
@@ -52,5 +58,5 @@ class Gate:
             candidate=float(after.sum()) / total,
             gain=gain,
             standard_error=error,
-            publish=gain > self._min_gain + error,
+            publish=count >= MIN_SAMPLES and gain > self._min_gain + STANDARD_ERRORS * error,
         )

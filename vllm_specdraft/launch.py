@@ -45,16 +45,17 @@ class Server:
         self.log_path = log_path
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
-        self._command = [
+        # Open to those who start another server under the same care.
+        self.command = [
             sys.executable, "-m", "vllm_specdraft.cli", "serve", str(target), "--host", "127.0.0.1",
             "--port", str(self._port), "--served-model-name", "specdraft", *extra,
         ]  # fmt: skip
         if plain:
-            self._command.append("--plain")
+            self.command.append("--plain")
         elif draft is not None:
-            self._command += ["--draft", str(draft)]
+            self.command += ["--draft", str(draft)]
         if state_dir is not None:
-            self._command += ["--state-dir", str(state_dir)]
+            self.command += ["--state-dir", str(state_dir)]
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -62,7 +63,7 @@ class Server:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command,
+                self.command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -107,6 +108,9 @@ class Server:
         for survivor in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 survivor.kill()
+        # Children whose parent died before are in the group, if not in the family.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         psutil.wait_procs(left, timeout=10)
         process.wait(timeout=10)
 

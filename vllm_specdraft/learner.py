@@ -50,6 +50,15 @@ class AnchorBudget:
             self.anchors = min(self._high, int(min(fitting, 1.25 * self.anchors + 1)))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A draft that the gate let through, as it was when it was measured."""
+
+    state: dict[str, torch.Tensor]
+    digest: str
+    verdict: Verdict
+
+
 @dataclass(kw_only=True)
 class Progress:
     """What the learner did since start."""
@@ -87,8 +96,7 @@ class Learner:
         self.config, self.replay = config, replay
         self.progress = Progress()
         self.paused = False
-        self.candidate: dict[str, torch.Tensor] | None = None
-        self.candidate_digest: str | None = None
+        self.candidate: Candidate | None = None
         self.verdict: Verdict | None = None
         self._kind, self._model_config, self._target = kind, model_config, target
         self._vocab_size = target.head.shape[0]
@@ -110,8 +118,18 @@ class Learner:
         self._pieces = self._endless()
 
     def can_learn(self) -> bool:
-        """Whether there is something to do: not paused, and enough samples on both sides of the split."""
-        return not self.paused and self.replay.num_train >= self.config.min_samples and self.replay.num_held_out >= 2
+        """Whether there is something to do."""
+        return self.waiting_for() is None
+
+    def waiting_for(self) -> str | None:
+        """What keeps the learner from learning, in words; None when nothing does."""
+        if self.paused:
+            return "resume: paused over HTTP"
+        if self.replay.num_train < self.config.min_samples:
+            return f"samples: {self.replay.num_train} of {self.config.min_samples}"
+        if self.replay.num_held_out < 2:
+            return f"held-out samples: {self.replay.num_held_out} of 2 (a share of {self.config.held_out_share:g} of all prompts)"
+        return None
 
     def run_piece(self) -> float:
         """Run one piece; its duration in ms. Call only when `can_learn`."""
@@ -145,13 +163,9 @@ class Learner:
         self._served_objective = self._objective_of(self._served)
         self.drop_candidate()
 
-    def take_candidate(self) -> dict[str, torch.Tensor]:
-        """The draft to publish: what the gate let through, or the trainable copy as it is now."""
-        return self.candidate if self.candidate is not None else self.state()
-
     def drop_candidate(self) -> None:
         """Forget the candidate: published, or refused. The next measurement may make a new one."""
-        self.candidate = self.candidate_digest = self.verdict = None
+        self.candidate = self.verdict = None
 
     def _copy(self, state: Mapping[str, torch.Tensor]) -> nn.Module:
         model = self._kind.build(self._model_config)
@@ -221,7 +235,9 @@ class Learner:
         for sample in self.replay.held_out(self.config.evaluate_samples):
             # Sample by sample: parts of one answer are not independent, so the gate must not count them as samples.
             parts: list[tuple[Acceptance, Acceptance]] = []
-            for batch in microbatches([sample], self.config.num_speculative_tokens, self._budget.anchors, MAX_ROWS):
+            # One measurement is one piece with all its passes, so it gets fewer anchors than a training piece.
+            anchors = max(8, self._budget.anchors // 3)
+            for batch in microbatches([sample], self.config.num_speculative_tokens, anchors, MAX_ROWS):
                 before = served.measure(batch)
                 yield
                 parts.append((before, self._objective.measure(batch)))
@@ -237,7 +253,7 @@ class Learner:
             yield
             digest = checkpoint.digest_of(candidate)
             if served is self._served_objective:
-                self.candidate, self.candidate_digest = candidate, digest
+                self.candidate = Candidate(state=candidate, digest=digest, verdict=verdict)
         yield
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -15,6 +16,7 @@ def install() -> None:
     """Install all patches in this process."""
     worker_learns_between_messages()
     engine_core_swaps_at_a_boundary()
+    seeded_requests_survive_chunked_prefill()
 
 
 def worker_learns_between_messages() -> None:
@@ -39,15 +41,30 @@ def worker_learns_between_messages() -> None:
         queue = self.rpc_broadcast_mq
         while True:
             wait_s = agent.wait_s()
-            try:
-                message = queue.dequeue(timeout=wait_s, indefinite=wait_s is None)
-            except TimeoutError:
+            if wait_s is None or message_waits(queue, wait_s):
+                self._execute_worker_rpc(queue.dequeue(indefinite=True))
+            else:
                 agent.window_open()
-                continue
-            self._execute_worker_rpc(message)
 
     setattr(worker_busy_loop, _MARK, True)
     WorkerProc.worker_busy_loop = worker_busy_loop
+
+
+def message_waits(queue: Any, timeout_s: float) -> bool:
+    """Whether a message is there within `timeout_s`, without taking it.
+
+    Not ``dequeue(timeout=...)``: a message too large for the ring is announced there and sent through a socket, and a time-out
+    between the two would lose it. Also true when the queue was shut down, for then ``dequeue`` must raise.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with queue.buffer.get_metadata(queue.current_idx) as flags:
+            if queue.shutting_down or (flags[0] and not flags[queue.local_reader_rank + 1]):
+                return True
+        left_ms = 1e3 * (deadline - time.monotonic())
+        if left_ms <= 0:
+            return False
+        queue._spin_condition.wait(timeout_ms=max(1, int(left_ms)))
 
 
 def engine_core_swaps_at_a_boundary() -> None:
@@ -67,6 +84,42 @@ def engine_core_swaps_at_a_boundary() -> None:
         return record
 
     EngineCore.specdraft_swap = specdraft_swap
+
+
+def seeded_requests_survive_chunked_prefill() -> None:
+    """Rewind a seeded request's random state after a partial prefill in a way that CPU generators know.
+
+    Why: vLLM 0.32 samples for unfinished prefills too and then takes their generators back by an offset, which a CPU
+    generator refuses with an exception: one request with ``seed`` and a prefill cut in two ends the whole engine.
+    Remove when: the CPU model runner rewinds generators itself.
+    """
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    sample, bookkeep = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
+    if getattr(sample, _MARK, False):
+        return
+
+    @functools.wraps(sample)
+    def _sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generators = self.input_batch.generators
+        discarded = [i for i in generators if i < self.input_batch.num_reqs and self.discard_request_mask.np[i]]
+        states = {i: generators[i].get_state() for i in discarded}
+        output = sample(self, *args, **kwargs)
+        for index, state in states.items():
+            generators[index].set_state(state)
+        return output
+
+    @functools.wraps(bookkeep)
+    def _bookkeeping_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generators, self.input_batch.generators = self.input_batch.generators, {}
+        try:
+            return bookkeep(self, *args, **kwargs)
+        finally:
+            self.input_batch.generators = generators
+
+    setattr(_sample, _MARK, True)
+    CPUModelRunner._sample = _sample
+    CPUModelRunner._bookkeeping_sync = _bookkeeping_sync
 
 
 def drop_prefix_cache(scheduler: Any, salt: str) -> int:

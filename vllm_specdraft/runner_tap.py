@@ -23,6 +23,7 @@ class RunnerTap:
         tap_layers: Sequence[int],
         num_speculative_tokens: int,
         policy_version: Callable[[], int],
+        max_sample_tokens: int,
         deliver: Callable[[TapSample], object],
         step_began: Callable[[], None],
         step_ended: Callable[[], None],
@@ -33,6 +34,7 @@ class RunnerTap:
             tap_layers=tap_layers,
             num_speculative_tokens=num_speculative_tokens,
             policy_version=policy_version,
+            max_sample_tokens=max_sample_tokens,
             deliver=deliver,
         )
         self._execute_model, self._sample_tokens = runner.execute_model, runner.sample_tokens
@@ -79,6 +81,7 @@ class RunnerTap:
     def _finish(self, request_id: str) -> None:
         request = self._runner.requests.get(request_id)
         if request is None or request.prompt_token_ids is None or request.sampling_params is None:
+            self.collector.discard(request_id)
             return
         params = request.sampling_params
         self.collector.finish(

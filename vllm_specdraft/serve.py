@@ -10,16 +10,34 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from vllm_specdraft import cpu
 from vllm_specdraft.config import ENVIRONMENT, EngineConfig, SettingsError
 
 PLUGIN = "specdraft"
+REFUSED = {
+    "--model": "name the target right after `serve`",
+    "--speculative-config": "the draft is ours: use --draft and --num-speculative-tokens",
+    "-sc": "the draft is ours: use --draft and --num-speculative-tokens",
+    "--worker-extension-cls": "the plugin is one",
+    "--tensor-parallel-size": "one worker so far",
+    "-tp": "one worker so far",
+    "--pipeline-parallel-size": "one worker so far",
+    "-pp": "one worker so far",
+    "--data-parallel-size": "one worker so far",
+    "-dp": "one worker so far",
+    "--no-enforce-eager": "a compiled draft would keep the weights it was compiled with",
+    "--async-scheduling": "the taps read sampled tokens after each step",
+}
+"""Options of vLLM that contradict the plugin, and why."""
 LARGEST_BATCH = 1 << 20
 WORKER_EXTENSION = "vllm_specdraft.worker.SpecdraftWorker"
 
@@ -80,19 +98,11 @@ def build(target: Path, args: argparse.Namespace, extra: Sequence[str], draft: P
         environment["VLLM_PLUGINS"] = ",".join(name for name in wanted if name != PLUGIN)
         return Command(argv=_entry(options), environment=environment, notes=notes)
     assert draft is not None
-    config = json.loads((draft / "config.json").read_text())
-    method = _method_of(config)
-    speculative: dict[str, object] = {"method": method, "model": str(draft), "num_speculative_tokens": args.num_speculative_tokens}
+    _refuse_contradictions(extra)
     limit = args.speculate_up_to if args.speculate_up_to is not None else (4 if on_cpu else 0)
-    if limit < 0:
-        raise SettingsError(f"--speculate-up-to is {limit}, must be a batch size, or 0 for no limit")
-    if limit:
-        # Verifying k + 1 rows per request is nearly free while the weights' way through memory is the bound, and is paid in
-        # full when arithmetic is: on a CPU from some tens of rows on.
-        schedule = [[1, limit, args.num_speculative_tokens], [limit + 1, 2 * limit, 1], [2 * limit + 1, LARGEST_BATCH, 0]]
-        speculative["num_speculative_tokens_per_batch_size"] = schedule
+    speculative = _speculative_config(draft, tokens=args.num_speculative_tokens, limit=limit)
     options += ["--speculative-config", json.dumps(speculative), "--worker-extension-cls", WORKER_EXTENSION]
-    state_dir = args.state_dir or Path(tempfile.mkdtemp(prefix="specdraft-"))
+    state_dir = args.state_dir or new_state_dir()
     state_dir.mkdir(parents=True, exist_ok=True)
     engine = EngineConfig(
         draft_dir=str(draft),
@@ -105,15 +115,54 @@ def build(target: Path, args: argparse.Namespace, extra: Sequence[str], draft: P
         learning_rate=args.learning_rate,
     )
     environment[ENVIRONMENT] = engine.to_json()
+    # The other runner has other classes and states: our taps would tap nothing there.
+    environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     wanted = environ.get("VLLM_PLUGINS", "").split(",") if "VLLM_PLUGINS" in environ else sorted(_plugin_names())
     # vLLM loads HTTP plugins only when they are named; naming ours must not switch the others off.
     environment["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*filter(None, wanted), PLUGIN]))
     notes += [
-        f"  {'draft':28} {draft} ({method}, {args.num_speculative_tokens} tokens a step)",
+        f"  {'draft':28} {draft} ({speculative['method']}, {args.num_speculative_tokens} tokens a step)",
         f"  {'speculation':28} {f'batches up to {limit} in full, up to {2 * limit} one token' if limit else 'always'}",
         f"  {'learning':28} {'off' if args.no_learn else f'in idle windows, slices of at most {args.slice_ms:g} ms'}",
     ]
     return Command(argv=_entry(options), environment=environment, notes=notes)
+
+
+def _refuse_contradictions(extra: Sequence[str]) -> None:
+    """Raise `SettingsError` for the first vLLM option that contradicts the plugin."""
+    for option in extra:
+        if (reason := REFUSED.get(option.partition("=")[0].replace("_", "-"))) is not None:
+            raise SettingsError(f"{option} does not go with specdraft ({reason}); leave it out, or serve with --plain")
+
+
+def _speculative_config(draft: Path, *, tokens: int, limit: int) -> dict[str, object]:
+    """vLLM's speculative config for a draft checkpoint; `limit`: largest batch drafted for in full, 0 for all."""
+    if limit < 0:
+        raise SettingsError(f"--speculate-up-to is {limit}, must be a batch size, or 0 for no limit")
+    config: dict[str, object] = {
+        "method": _method_of(json.loads((draft / "config.json").read_text())),
+        "model": str(draft),
+        "num_speculative_tokens": tokens,
+    }
+    if limit:
+        # Verifying k + 1 rows per request is nearly free while the weights' way through memory is the bound, and is paid in
+        # full when arithmetic is: on a CPU from some tens of rows on.
+        schedule = [[1, limit, tokens], [limit + 1, 2 * limit, 1], [2 * limit + 1, LARGEST_BATCH, 0]]
+        config["num_speculative_tokens_per_batch_size"] = schedule
+    return config
+
+
+def new_state_dir() -> Path:
+    """A directory for this process's status; those of processes that are gone are swept."""
+    root = Path(tempfile.gettempdir())
+    for old in root.glob("specdraft-state-*"):
+        owner = old.name.rpartition("-")[2]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(old, ignore_errors=True)
+    directory = root / f"specdraft-state-{os.getpid()}"
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(mode=0o700)
+    return directory
 
 
 def become(command: Command) -> None:

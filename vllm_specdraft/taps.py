@@ -96,12 +96,14 @@ class EngineTap:
         tap_layers: Sequence[int],
         num_speculative_tokens: int,
         policy_version: Callable[[], int],
+        max_sample_tokens: int = 1 << 20,
         deliver: Callable[[TapSample], object],
     ) -> None:
         self.tap_layers = tuple(tap_layers)
         self.counters = TapCounters(per_position=[0] * num_speculative_tokens)
         self.dropped: Counter[str] = Counter()
         self._policy_version, self._deliver = policy_version, deliver
+        self._max_sample_tokens = max_sample_tokens
         self._rows: dict[str, _Rows] = {}
         self._versions: dict[str, int] = {}
 
@@ -138,6 +140,11 @@ class EngineTap:
         for position in range(min(accepted, len(counters.per_position))):
             counters.per_position[position] += 1
 
+    def discard(self, request_id: str) -> None:
+        """The request ended and gives no sample."""
+        self._rows.pop(request_id, None)
+        self._versions.pop(request_id, None)
+
     def finish(self, request: FinishedRequest) -> TapSample | None:
         """The request ended: build its sample and deliver it. None when it gave none (counted in `dropped`)."""
         rows = self._rows.pop(request.request_id, None)
@@ -152,7 +159,11 @@ class EngineTap:
             # Rows of two policies in one sample: no head is the teacher of both.
             self.dropped["policy_changed"] += 1
             return None
-        ids = torch.tensor([*request.prompt_ids, *answer])
+        # The first rows of a long answer need no later ones.
+        ids = torch.tensor([*request.prompt_ids, *answer][: self._max_sample_tokens])
+        if len(ids) <= len(request.prompt_ids):
+            self.dropped["prompt_too_long"] += 1
+            return None
         taken = rows.take(len(ids) - 1)
         if taken is None:
             # A prefix-cache hit: the engine never computed the first rows of this prompt.

@@ -15,8 +15,9 @@ import torch
 from trainer_bridge.draft import checkpoint, registry
 from trainer_bridge.draft.interface import FrozenTarget
 from trainer_bridge.errors import BridgeError
-from vllm_specdraft import status
+from vllm_specdraft import compat, status
 from vllm_specdraft.config import EngineConfig
+from vllm_specdraft.gate import Verdict
 from vllm_specdraft.idle import IdleMonitor, IdleState
 from vllm_specdraft.learner import Learner
 from vllm_specdraft.replay import Replay
@@ -38,6 +39,7 @@ class SpecdraftWorker:
         config = EngineConfig.from_environment()
         if config is None:
             raise RuntimeError("specdraft's worker extension is set but SPECDRAFT_CONFIG is not: use `specdraft serve`")
+        compat.check_engine(self.model_runner)  # type: ignore[attr-defined]
         self.specdraft_agent = WorkerAgent(self.model_runner, config)  # type: ignore[attr-defined]
         return self.specdraft_agent
 
@@ -64,15 +66,16 @@ class WorkerAgent:
         embedding = target_model.model.embed_tokens.weight.detach()[:vocab_size]
         head = target_model.lm_head.weight.detach()[:vocab_size]
         self.replay = Replay(limit_bytes=config.replay_bytes, held_out_share=config.held_out_share, seed=config.seed)
-        torch.manual_seed(config.seed)
-        self.learner = Learner(
-            kind=self._kind,
-            model_config=self._model_config,
-            state=state,
-            target=FrozenTarget(embedding=embedding, head=head),
-            replay=self.replay,
-            config=config,
-        )
+        with torch.random.fork_rng(devices=[]):
+            # The engine draws unseeded samples from the global generator.
+            self.learner = Learner(
+                kind=self._kind,
+                model_config=self._model_config,
+                state=state,
+                target=FrozenTarget(embedding=embedding, head=head),
+                replay=self.replay,
+                config=config,
+            )
         self.swapper = DraftSwap(runner)
         self.idle = IdleMonitor(config.cool_ms / 1e3)
         self.policy_version = config.policy_version
@@ -93,6 +96,7 @@ class WorkerAgent:
             tap_layers=self._model_config["eagle_aux_hidden_state_layer_ids"],
             num_speculative_tokens=config.num_speculative_tokens,
             policy_version=lambda: self.policy_version,
+            max_sample_tokens=config.max_sample_tokens,
             deliver=self.replay.add,
             step_began=self._on_step_began,
             step_ended=self._on_step_ended,
@@ -137,8 +141,8 @@ class WorkerAgent:
         """Serve another draft from the next step on; the old one stays if anything fails.
 
         Args:
-            request: ``{}`` publishes the learner's candidate (or its present state), ``{"draft": DIR}`` a checkpoint;
-                ``{"origin": TEXT}`` is noted in the record.
+            request: ``{"candidate": DIGEST}`` publishes the learner's candidate of this digest, ``{}`` the draft in training
+                as it is now, measured or not, ``{"draft": DIR}`` a checkpoint.
 
         Returns:
             The publish record. Raises what made it fail, also kept as `last_error`.
@@ -153,27 +157,24 @@ class WorkerAgent:
             raise
 
     def _swap(self, request: dict[str, Any]) -> dict[str, Any]:
+        state, origin, verdict = self._wanted(request)
+        # All that can fail comes before the swap: after it, this draft serves.
+        digest = checkpoint.digest_of(state)
         began = time.perf_counter()
-        verdict = self.learner.verdict
-        if directory := request.get("draft"):
-            state, origin, verdict = self._read_draft(Path(directory)), str(directory), None
-        else:
-            state, origin = self.learner.take_candidate(), "learner"
-            verdict = verdict if self.learner.candidate is not None else None
         self.swapper.apply(state)
-        self._served_state = state
-        self._draft_digest = checkpoint.digest_of(state)
-        self.learner.served_changed(state)
+        swap_ms = 1e3 * (time.perf_counter() - began)
         self.draft_version += 1
+        self._served_state, self._draft_digest = state, digest
+        self.learner.served_changed(state)
         self._window.clear()
         record = {
             "draft_version": self.draft_version,
             "unix_time_s": time.time(),
-            "origin": request.get("origin", origin),
+            "origin": origin,
             "held_out_before": verdict.served if verdict else None,
             "held_out_after": verdict.candidate if verdict else None,
-            "digest": self._draft_digest,
-            "swap_ms": round(1e3 * (time.perf_counter() - began), 2),
+            "digest": digest,
+            "swap_ms": round(swap_ms, 2),
             "learned_seconds": round(self.learner.progress.seconds, 3),
             "target_untouched": target_digest(self._target_model) == self._target_digest,
         }
@@ -181,6 +182,17 @@ class WorkerAgent:
         del self._publishes[:-50]
         self._write_status(force=True)
         return record
+
+    def _wanted(self, request: dict[str, Any]) -> tuple[dict[str, torch.Tensor], str, Verdict | None]:
+        """State, origin and verdict of the draft that a swap request names."""
+        if directory := request.get("draft"):
+            return self._read_draft(Path(directory)), str(directory), None
+        candidate = self.learner.candidate
+        if (digest := request.get("candidate")) is None:
+            return self.learner.state(), "learner, as it was", None
+        if candidate is None or candidate.digest != digest:
+            raise BridgeError(f"candidate {digest} is no longer the learner's candidate")
+        return candidate.state, "learner", candidate.verdict
 
     def _read_draft(self, directory: Path) -> dict[str, torch.Tensor]:
         """A checkpoint that fits the served draft's shapes and vocabulary. Raises `CheckpointError`."""
@@ -237,11 +249,15 @@ class WorkerAgent:
                 "steps": progress.steps,
                 "slices": progress.slices,
                 "skipped_steps": progress.skipped_steps,
+                "gradient_norm": progress.gradient_norm,
+                "vocabulary_changes": progress.vocabulary_changes,
                 "slice_ms_p95": self.learner.piece_ms_p95(),
                 "loss": progress.loss,
                 "held_out_served": verdict.served if verdict else None,
                 "held_out_candidate": verdict.candidate if verdict else None,
-                "candidate_ready": self.learner.candidate_digest is not None,
+                "waiting_for": self._learning_stopped or self.learner.waiting_for(),
+                "candidate_ready": self.learner.candidate is not None,
+                "candidate_digest": self.learner.candidate.digest if self.learner.candidate else None,
             },
             "replay": {
                 "samples": self.replay.num_train,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.in_vllm import engines
-from vllm_specdraft import drafts, embedded
+from vllm_specdraft import cpu, drafts, embedded
 from vllm_specdraft.launch import Server
 
 
@@ -71,9 +74,14 @@ def plain(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 def stock(target: Path, learned: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Stock vLLM that loads our checkpoint. Our plugin is installed and called by vLLM, but was not asked for."""
     log = tmp_path_factory.mktemp("stock") / "server.log"
-    speculative = f'{{"method": "eagle3", "model": "{learned}", "num_speculative_tokens": 3}}'
-    extra = ["--kv-gib", "1", "--speculative-config", speculative]
     # Named, so that vLLM loads both of our entry points; not asked for, since there is no config in the environment.
-    environment = {"VLLM_PLUGINS": "specdraft"}
-    with Server(target, draft=None, log_path=log, plain=True, extra=extra, environment=environment) as server:
+    environment = {**cpu.choose(os.environ, kv_gib=1).environment, "VLLM_PLUGINS": "specdraft"}
+    server = Server(target, draft=None, log_path=log, environment=environment)
+    speculative = {"method": "eagle3", "model": str(learned), "num_speculative_tokens": 3}
+    server.command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target), "--served-model-name", "specdraft",
+        "--port", server.url.rpartition(":")[2], "--dtype", "float32", "--enforce-eager",
+        "--speculative-config", json.dumps(speculative),
+    ]  # fmt: skip
+    with server:
         yield server

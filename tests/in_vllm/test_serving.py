@@ -78,4 +78,21 @@ def test_malformed_control_requests_are_refused(live: Server) -> None:
     assert engines.post(live.url, "train", {"action": "sleep"}).status_code == 400
     assert engines.post(live.url, "publish", {"draft_dir": "/x"}).status_code == 400
     assert engines.post(live.url, "save", {}).status_code == 400
-    assert requests.post(f"{live.url}/specdraft/train", data="{", timeout=10).status_code == 400
+    route = f"{live.url}/specdraft/train"
+    assert requests.post(route, data="{", headers={"Content-Type": "application/json"}, timeout=10).status_code == 400
+    assert requests.post(route, data='{"action": "pause"}', headers={"Content-Type": "text/plain"}, timeout=10).status_code == 415
+
+
+def test_saving_never_overwrites_what_is_no_checkpoint(live: Server, learned: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    refused = engines.post(live.url, "save", {"directory": str(tmp_path)})
+    assert refused.status_code == 409 and "thesis.txt" in refused.json()["error"]
+    assert (tmp_path / "thesis.txt").exists()
+
+
+def test_a_seeded_request_with_a_chunked_prefill_is_answered_the_same_twice(live: Server) -> None:
+    """A stock vLLM 0.32 on a CPU ends at such a request."""
+    question = "Consider this. " * 900
+    first, second = (engines.chat(live.url, question, temperature=1.0, seed=5, max_tokens=8) for _ in range(2))
+    assert first == second
+    assert live.alive

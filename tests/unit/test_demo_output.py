@@ -10,6 +10,7 @@ from vllm_specdraft.console import Console
 from vllm_specdraft.demo import chart, table
 from vllm_specdraft.demo.compare import FIRST, LIVE, NONE, ArmSummary
 from vllm_specdraft.demo.record import RunRecord
+from vllm_specdraft.demo.rhythm import Burst
 
 STATUS = {"draft_version": 3, "learning": {"seconds": 61.4, "held_out_served": None}}
 ARMS = [
@@ -21,7 +22,7 @@ ARMS = [
 
 def events() -> list[dict]:
     """A short run with everything a chart shows."""
-    fields = {"wall_s": 30.0, "tokens_per_s": 50.0, "accepted_length": 1.2}
+    fields = {"wall_s": 30.0, "tokens_per_s": 50.0, "single_tokens_per_s": 25.0, "accepted_length": 1.2}
     arms = [vars(arm) for arm in ARMS]
     return [
         {"kind": "burst", "t_s": 60.0, **fields},
@@ -30,7 +31,7 @@ def events() -> list[dict]:
         {"kind": "pause", "t_s": 120.0, "wall_s": 60.0},
         {"kind": "burst", "t_s": 150.0, **fields},
         {"kind": "comparison", "t_s": 300.0, "phase": "b1", "arms": arms},
-        {"kind": "none_burst", "t_s": 330.0, "tokens_per_s": 55.0},
+        {"kind": "none_burst", "t_s": 330.0, "tokens_per_s": 55.0, "single_tokens_per_s": 21.0},
     ]
 
 
@@ -40,9 +41,10 @@ def is_png(path: Path) -> bool:
 
 
 def test_rows_line_up_with_the_header() -> None:
-    row = table.round_line(index=12, tokens_per_s=61.26, accepted_length=1.234, status=STATUS)
+    burst = Burst(rollouts=48, tokens=6126, wall_s=100.0, single_tokens_per_s=31.42, accepted_length=1.234, draft_version=3)
+    row = table.round_line(index=12, burst=burst, status=STATUS)
     assert len(row) == len(table.round_header())
-    assert row.split() == ["12", "61.3", "1.23", "3", "61", "-"]
+    assert row.split() == ["12", "61.3", "31.4", "1.23", "3", "61", "-"]
 
 
 def test_a_loss_is_called_slower_than_none() -> None:

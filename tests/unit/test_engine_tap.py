@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def true_rows(request: str, layer: int, positions: range) -> torch.Tensor:
 class Play:
     """An engine made by hand around one tap."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.policy_version = 5
         self.delivered: list[TapSample] = []
         self.tap = EngineTap(
@@ -42,6 +43,7 @@ class Play:
             num_speculative_tokens=DRAFTS,
             policy_version=lambda: self.policy_version,
             deliver=self.delivered.append,
+            **options,
         )
 
     def step(self, *parts: tuple[str, int, int, int, Sequence[int]]) -> None:
@@ -209,7 +211,36 @@ def test_the_limit_comes_before_an_end_that_lies_behind_it() -> None:
     assert_whole(play.finish("a", PROMPT, [21, 22, 23, 2, 25], stops=[2], limit=3), "a", PROMPT, [21, 22, 23])
 
 
+@pytest.mark.parametrize(("most", "kept"), [(7, 2), (8, 3), (9, 3)])
+def test_a_long_sample_is_cut_to_its_first_tokens(most: int, kept: int) -> None:
+    """Whose rows need no later ones."""
+    play = Play(max_sample_tokens=most)
+    play.step(("a", 0, 5, 0, [21]))
+    play.step(("a", 5, 1, DRAFTS, [22, 23]))
+    assert_whole(play.finish("a", PROMPT, [21, 22, 23]), "a", PROMPT, [21, 22, 23][:kept])
+
+
 # What gives no sample.
+
+
+@pytest.mark.parametrize("most", [3, 5])
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_counted(most: int) -> None:
+    play = Play(max_sample_tokens=most)
+    play.step(("a", 0, 5, 0, [21]))
+    assert play.finish("a", PROMPT, [21]) is None
+    assert play.tap.dropped == Counter(prompt_too_long=1)
+
+
+def test_a_discarded_request_is_forgotten() -> None:
+    play = Play()
+    play.step(("a", 0, 5, 0, [21]), ("b", 0, 5, 0, [21]))
+    play.tap.discard("a")
+    play.tap.discard("never seen")
+    assert list(play.tap._rows) == list(play.tap._versions) == ["b"]
+    assert play.finish("a", PROMPT, [21]) is None
+    assert_whole(play.finish("b", PROMPT, [21]), "b", PROMPT, [21])
+    assert not play.tap._rows
+    assert not play.tap._versions
 
 
 def test_a_prefix_cache_hit_is_a_hole_and_counted() -> None:

@@ -42,7 +42,7 @@ def test_a_worse_draft_is_not_published() -> None:
 
 
 def test_a_clear_gain_is_published_with_its_numbers() -> None:
-    verdict = decide([1.5, 1.6, 1.4, 1.5], [1.9, 2.1, 1.8, 2.0])
+    verdict = decide([1.5, 1.6, 1.4, 1.5, 1.5, 1.5], [1.9, 2.1, 1.8, 2.0, 1.9, 2.0])
     assert verdict.publish
     assert (verdict.served, verdict.candidate) == (pytest.approx(1.5), pytest.approx(1.95))
     assert verdict.gain == pytest.approx(0.45)
@@ -58,14 +58,31 @@ def test_a_gain_below_the_least_one_is_not_published_however_certain() -> None:
 
 def test_a_gain_within_its_error_is_not_published() -> None:
     """The same mean gain: with a spread that could have made it, no; without, yes."""
-    served = [1.5] * 4
-    gains = [0.5, -0.3, 0.6, -0.4]
+    served = [1.5] * 8
+    gains = [0.5, -0.3, 0.6, -0.4, 0.4, -0.2, 0.5, -0.3]
     noisy = decide(served, [1.5 + gain for gain in gains])
-    steady = decide(served, [1.6] * 4)
+    steady = decide(served, [1.6] * 8)
     assert noisy.gain == pytest.approx(0.1) == steady.gain
     assert noisy.standard_error > noisy.gain
     assert not noisy.publish
     assert steady.publish
+
+
+@pytest.mark.parametrize(("errors", "publish"), [(1.9, False), (2.1, True)])
+def test_the_gain_must_exceed_two_standard_errors(errors: float, publish: bool) -> None:
+    """Beyond the least gain: the gate looks at nearly the same samples again and again."""
+    spread = decide([1.5] * 16, [1.5 + gain for gain in noise(16)]).standard_error
+    mean = 0.02 + errors * spread
+    verdict = decide([1.5] * 16, [1.5 + mean + gain for gain in noise(16)])
+    assert verdict.gain == pytest.approx(mean)
+    assert verdict.standard_error == pytest.approx(spread)
+    assert verdict.publish is publish
+
+
+def test_few_samples_say_nothing_about_their_spread() -> None:
+    """Five that agree by chance have hardly any error."""
+    assert not decide([1.5] * 5, [2.5] * 5).publish
+    assert decide([1.5] * 6, [2.5] * 6).publish
 
 
 def test_the_error_is_the_textbook_one_for_samples_of_one_size() -> None:
@@ -95,10 +112,10 @@ def test_no_anchors_decide_nothing() -> None:
 
 
 def test_the_error_shrinks_with_the_number_of_samples() -> None:
-    errors = [decide([1.5] * n, [1.6 + gain for gain in noise(n)]).standard_error for n in (4, 16, 64)]
+    verdicts = [decide([1.5] * n, [1.6 + gain for gain in noise(n)]) for n in (8, 32, 128)]
+    errors = [verdict.standard_error for verdict in verdicts]
     assert errors[0] > 1.8 * errors[1] > 1.8 * 1.8 * errors[2]
-    verdicts = [decide([1.5] * n, [1.6 + gain for gain in noise(n)]).publish for n in (4, 16, 64)]
-    assert verdicts == [False, True, True]
+    assert [verdict.publish for verdict in verdicts] == [False, False, True]
 
 
 def test_drafts_are_compared_sample_by_sample() -> None:

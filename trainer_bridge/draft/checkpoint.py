@@ -66,8 +66,15 @@ def _replace(directory: Path, staging: Path) -> None:
 def save(directory: Path, state: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
     """Write a checkpoint so that a reader, or a restart after a crash, sees the whole old one or the whole new one.
 
-    It is written to a sibling folder, which then takes the place of `directory` in one step.
+    It is written to a sibling folder, which then takes the place of `directory` in one step. Raises `CheckpointError` when
+    `directory` is there and holds anything but an earlier checkpoint: saving must not delete what it did not write.
     """
+    if directory.exists():
+        others = sorted({path.name for path in directory.iterdir()} - {WEIGHTS, CONFIG}) if directory.is_dir() else ["a file"]
+        if others or not _same_kind(directory, config):
+            raise CheckpointError(
+                f"{directory} is there and is no draft checkpoint ({', '.join(others[:3]) or CONFIG}): name another"
+            )
     directory.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
@@ -80,6 +87,16 @@ def save(directory: Path, state: Mapping[str, torch.Tensor], config: Mapping[str
             staging.rename(directory)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _same_kind(directory: Path, config: Mapping[str, Any]) -> bool:
+    """Whether a folder is empty or holds a checkpoint of the same architecture."""
+    if not any(directory.iterdir()):
+        return True
+    try:
+        return read_config(directory).get("architectures") == config.get("architectures")
+    except CheckpointError:
+        return False
 
 
 def read_config(directory: Path) -> dict[str, Any]:

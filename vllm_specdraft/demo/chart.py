@@ -66,7 +66,7 @@ def _accepted_over_time(axes: Any, events: Sequence[dict[str, Any]]) -> None:
     bursts = [burst for burst in of_kind(events, "burst") if burst["accepted_length"] is not None]
     middles = [minutes(burst["t_s"] - burst["wall_s"] / 2) for burst in bursts]
     values = [burst["accepted_length"] for burst in bursts]
-    axes.plot(middles, values, "o-", color=_COLOURS[LIVE], label="rollouts, served draft")
+    axes.plot(middles, values, "o-", color=_COLOURS[LIVE], label="validation answers, served draft")
     polls = [poll for poll in of_kind(events, "poll") if poll.get("held_out_candidate") is not None]
     if polls:
         axes.plot(
@@ -87,19 +87,19 @@ def _accepted_over_time(axes: Any, events: Sequence[dict[str, Any]]) -> None:
 def _speed_over_time(axes: Any, events: Sequence[dict[str, Any]]) -> None:
     bursts = of_kind(events, "burst")
     for index, burst in enumerate(bursts):
-        label = "rollouts, served draft" if index == 0 else None
+        label = "validation answers, served draft" if index == 0 else None
         start, end = minutes(burst["t_s"] - burst["wall_s"]), minutes(burst["t_s"])
-        axes.plot([start, end], [burst["tokens_per_s"]] * 2, color=_COLOURS[LIVE], linewidth=4, label=label)
+        axes.plot([start, end], [burst["single_tokens_per_s"]] * 2, color=_COLOURS[LIVE], linewidth=4, label=label)
     middles = [minutes(burst["t_s"] - burst["wall_s"] / 2) for burst in bursts]
-    axes.plot(middles, [burst["tokens_per_s"] for burst in bursts], color=_COLOURS[LIVE], linewidth=1, alpha=0.6)
+    axes.plot(middles, [burst["single_tokens_per_s"] for burst in bursts], color=_COLOURS[LIVE], linewidth=1, alpha=0.6)
     references = of_kind(events, "none_burst")
     for reference in references[-1:]:
-        value = reference["tokens_per_s"]
-        axes.axhline(value, color=_COLOURS[NONE], linestyle="--", linewidth=1.2, label="none, same burst, measured at the end")
-    axes.set_ylabel("rollout speed (tokens per second)")
+        value = reference["single_tokens_per_s"]
+        axes.axhline(value, color=_COLOURS[NONE], linestyle="--", linewidth=1.2, label="none, measured at the end")
+    axes.set_ylabel("speed (tokens per second)")
     axes.set_xlabel("time since the start (minutes)")
-    axes.set_title("Speed of the bursts, all concurrent rollouts together", fontsize=11, loc="left")
-    top = max(event["tokens_per_s"] for event in [*bursts, *references])
+    axes.set_title("Speed of validation answers, one at a time, greedy", fontsize=11, loc="left")
+    top = max(event["single_tokens_per_s"] for event in [*bursts, *references])
     axes.set_ylim(0, top * 1.2)
 
 

@@ -71,7 +71,9 @@ class Demo:
         live = session.start_live(target)
         self._start_s = session.record.elapsed_s - before_s
         say()
-        say(f"{session.rhythm.rollouts} rollouts a round, then {session.rhythm.pause_s:.0f} s of pause, the trainer's time")
+        shape = session.rhythm
+        say(f"{shape.rollouts} rollouts a round, {shape.concurrency} at once; {shape.validation} answers one at a time;")
+        say(f"then {shape.pause_s:.0f} s of pause, the trainer's time, in which the draft learns")
         say(table.round_header())
         self._interrupts.run(self._rounds(live))
         say()
@@ -130,7 +132,7 @@ class Demo:
         if session.record.elapsed_s + session.rounds[-1].wall_s > self._budget_s:
             session.console.line("no time left for the stock engine's own burst: the chart has no reference line")
             return
-        reference = await session.play_none_burst(none, session.prompts.take(session.rhythm.rollouts))
+        reference = await session.play_none_burst(none, session.prompts.take(session.rhythm.prompts))
         last = session.rounds[-1].tokens_per_s
         verdict = "slower than none" if last < reference.tokens_per_s else "faster than none"
         session.console.line(

@@ -142,13 +142,13 @@ class Session:
             self.console.progress(f"       burst {index}: {finished} of {self.rhythm.rollouts} rollouts")
 
         on_answer(0)
-        prompts = self.prompts.take(self.rhythm.rollouts)
-        result = await burst(client, prompts, self.rhythm, seed=1000 * index, on_answer=on_answer)
+        prompts = self.prompts.take(self.rhythm.prompts)
+        result = await burst(client, prompts, self.rhythm, on_answer=on_answer)
         self.rounds.append(result)
         status = await client.status()
         self.record.event("burst", round=index, tokens_per_s=result.tokens_per_s, **asdict(result), **_learning(status))
         self._note_publishes(status)
-        row = table.round_line(index=index, tokens_per_s=result.tokens_per_s, accepted_length=result.accepted_length, status=status)
+        row = table.round_line(index=index, burst=result, status=status)
         self.console.line(row)
         return status
 
@@ -175,7 +175,7 @@ class Session:
     async def play_none_burst(self, client: Client, prompts: Sequence[Prompt]) -> Burst:
         """The same burst on the stock server, as the reference of the rollouts' speed."""
         self.console.progress("       the same burst on the stock server")
-        result = await burst(client, prompts, self.rhythm, seed=0, plain=True)
+        result = await burst(client, prompts, self.rhythm, plain=True)
         self.record.event("none_burst", tokens_per_s=result.tokens_per_s, **asdict(result))
         return result
 

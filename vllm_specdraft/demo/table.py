@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_specdraft.demo.compare import FIRST, LIVE, NONE, ArmSummary
+from vllm_specdraft.demo.rhythm import Burst
 
 _ROUND_COLUMNS = (
     ("round", 5),
     ("rollout tok/s", 13),
+    ("one at a time tok/s", 19),
     ("accepted length", 15),
     ("draft version", 13),
     ("learned s", 9),
@@ -43,13 +45,14 @@ def round_header() -> str:
     return _row([title for title, _ in _ROUND_COLUMNS], _ROUND_COLUMNS)
 
 
-def round_line(*, index: int, tokens_per_s: float, accepted_length: float | None, status: Mapping[str, Any]) -> str:
+def round_line(*, index: int, burst: Burst, status: Mapping[str, Any]) -> str:
     """The live table's row after one burst. `status` is the server's after the burst."""
     learning = status["learning"]
     cells = (
         str(index),
-        number(tokens_per_s, 1),
-        number(accepted_length, 2),
+        number(burst.tokens_per_s, 1),
+        number(burst.single_tokens_per_s, 1),
+        number(burst.accepted_length, 2),
         str(status["draft_version"]),
         number(learning["seconds"], 0),
         number(learning["held_out_served"], 2),

@@ -33,10 +33,14 @@ class Eagle3(DraftType):
 
     def configure(self, target: TargetSpec, *, tap_layers: Sequence[int], draft_vocab_size: int) -> dict[str, Any]:
         outside = [layer for layer in tap_layers if not 0 < layer < target.num_layers]
-        if not tap_layers or outside or len(set(tap_layers)) != len(tap_layers):
-            raise ConfigError(f"tap layers {tuple(tap_layers)}: needs distinct layers in 1..{target.num_layers - 1}")
-        if not 0 < draft_vocab_size <= target.vocab_size:
-            raise ConfigError(f"draft vocabulary of {draft_vocab_size} tokens; needs 1..{target.vocab_size}, the target's")
+        if not tap_layers or outside or list(tap_layers) != sorted(set(tap_layers)):
+            # vLLM taps in ascending order, whatever the config's order is.
+            raise ConfigError(f"tap layers {tuple(tap_layers)}: needs distinct ascending layers in 1..{target.num_layers - 1}")
+        if not 0 < draft_vocab_size < target.vocab_size:
+            # At equal size vLLM expects no map between the vocabularies and shares the target's head.
+            raise ConfigError(
+                f"draft vocabulary of {draft_vocab_size} tokens; needs 1..{target.vocab_size - 1}, below the target's"
+            )
         return {
             "architectures": [ARCHITECTURE],
             "model_type": "llama",

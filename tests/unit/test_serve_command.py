@@ -1,0 +1,528 @@
+"""Catches a server that is started otherwise than the user asked: an own option that is overruled, a plain engine with our
+plugin in it, other plugins switched off, an open port; and a command line that answers a slip with a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.server
+import itertools
+import json
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.builders import draft, draft_config
+from trainer_bridge.draft import checkpoint
+from vllm_specdraft import cli, cpu, drafts, embedded, serve
+from vllm_specdraft.config import ENVIRONMENT, EngineConfig, SettingsError
+from vllm_specdraft.serve import Command
+
+PLUGINS = {"specdraft", "lora_resolver", "metrics_extra"}
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A CPU build on a machine with four cores and one library to preload, whatever runs the test."""
+    monkeypatch.setattr(serve, "_on_cpu", lambda: True)
+    monkeypatch.setattr(serve, "_plugin_names", lambda: set(PLUGINS))
+    monkeypatch.setattr(cpu, "preloads", lambda: ["/lib/libfast.so", "/lib/libomp.so"])
+    monkeypatch.setattr(cpu.os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setenv("SPECDRAFT_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def draft_dir(tmp_path: Path) -> Path:
+    """A tiny draft checkpoint."""
+    directory = tmp_path / "draft"
+    checkpoint.save(directory, draft(dtype=torch.float32).state_dict(), draft_config())
+    return directory
+
+
+@pytest.fixture
+def built(draft_dir: Path, tmp_path: Path) -> Any:
+    """Build the command for a command line: ours and vLLM's options together, as the user writes them."""
+
+    def build(*arguments: str, **environ: str) -> Command:
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        serve.add_arguments(parser)
+        args, extra = parser.parse_known_args(["--state-dir", str(tmp_path / "state"), *arguments])
+        return serve.build(Path("/models/target"), args, extra, None if args.plain else draft_dir, environ)
+
+    return build
+
+
+def values_of(command: Command, option: str) -> list[str]:
+    """All values of an option, in both spellings and in order."""
+    argv = command.argv
+    found = [argv[i + 1] for i, word in enumerate(argv) if word == option]
+    return found + [word.partition("=")[2] for word in argv if word.startswith(f"{option}=")]
+
+
+def config_of(command: Command) -> EngineConfig:
+    return EngineConfig.from_mapping(json.loads(command.environment[ENVIRONMENT]))
+
+
+# What goes to vLLM.
+
+
+def test_the_server_is_vllm_s_own_on_this_python(built: Any) -> None:
+    command = built()
+    assert command.argv[:3] == [sys.executable, "-m", "vllm_specdraft.serve_entry"]
+    assert values_of(command, "--model") == ["/models/target"]
+
+
+def test_nobody_else_is_let_in_by_default(built: Any) -> None:
+    for command in (built(), built("--plain")):
+        assert values_of(command, "--host") == ["127.0.0.1"]
+
+
+@pytest.mark.parametrize("words", [("--host", "0.0.0.0"), ("--host=0.0.0.0",)])
+def test_the_user_s_host_wins(built: Any, words: Sequence[str]) -> None:
+    assert values_of(built(*words), "--host") == ["0.0.0.0"]
+
+
+@pytest.mark.parametrize("words", [("--dtype", "bfloat16"), ("--dtype=bfloat16",)])
+def test_the_user_s_dtype_wins(built: Any, words: Sequence[str]) -> None:
+    assert values_of(built(), "--dtype") == ["float32"]
+    assert values_of(built(*words), "--dtype") == ["bfloat16"]
+
+
+def test_an_option_whose_name_begins_alike_is_another_one(built: Any) -> None:
+    command = built("--host-name-of-something", "x")
+    assert values_of(command, "--host") == ["127.0.0.1"]
+
+
+@pytest.mark.parametrize("word", ["--no-enforce-eager", "--no_enforce_eager", "--enforce-eager", "--enforce_eager"])
+def test_the_user_s_choice_of_eager_mode_wins(built: Any, word: str) -> None:
+    assert built().argv.count("--enforce-eager") == built("--plain").argv.count("--enforce-eager") == 1
+    command = built("--plain", word)
+    assert [w for w in command.argv if "enforce" in w] == [word]
+
+
+def test_other_options_go_through_in_their_order(built: Any) -> None:
+    words = ["--port", "8123", "--max-model-len", "512", "--served-model-name", "a", "b"]
+    argv = built(*words, "--num-speculative-tokens", "2").argv
+    start = argv.index("--port")
+    assert argv[start : start + len(words)] == words
+    assert "--num-speculative-tokens" not in argv
+
+
+def test_a_gpu_build_gets_no_cpu_settings(built: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "_on_cpu", lambda: False)
+    command = built()
+    assert set(command.environment) == {ENVIRONMENT, "VLLM_PLUGINS", "VLLM_USE_V2_MODEL_RUNNER"}
+    assert not {"--dtype", "--enforce-eager"} & set(command.argv)
+    assert "num_speculative_tokens_per_batch_size" not in values_of(command, "--speculative-config")[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--speculative-config", "{}"),
+        ("--speculative_config={}",),
+        ("-sc", "{}"),
+        ("--worker-extension-cls", "a.B"),
+        ("--tensor-parallel-size", "2"),
+        ("--tensor_parallel_size=2",),
+        ("-tp", "2"),
+        ("-pp", "2"),
+        ("-dp=2",),
+        ("--no-enforce-eager",),
+        ("--no_enforce_eager",),
+        ("--async-scheduling",),
+    ],
+    ids=" ".join,
+)
+def test_options_that_contradict_the_plugin_are_refused_by_name(built: Any, words: Sequence[str]) -> None:
+    """Whatever the spelling; a plain server takes them all."""
+    with pytest.raises(SettingsError, match=re.escape(words[0]) + " does not go with specdraft .*--plain"):
+        built(*words)
+    argv = built("--plain", *words).argv
+    start = argv.index(words[0])
+    assert tuple(argv[start : start + len(words)]) == words
+
+
+def test_the_runner_that_is_tapped_is_chosen(built: Any) -> None:
+    assert built().environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in built("--plain").environment
+
+
+# Speculation.
+
+
+def test_the_speculative_config_names_method_draft_and_tokens(built: Any, draft_dir: Path) -> None:
+    command = built("--num-speculative-tokens", "5", "--speculate-up-to", "0")
+    (text,) = values_of(command, "--speculative-config")
+    assert json.loads(text) == {"method": "eagle3", "model": str(draft_dir), "num_speculative_tokens": 5}
+    assert values_of(command, "--worker-extension-cls") == [serve.WORKER_EXTENSION]
+
+
+@pytest.mark.parametrize("limit", [1, 4, 8, 100])
+def test_the_schedule_covers_every_batch_size_once(built: Any, limit: int) -> None:
+    """In full up to the limit, one token up to twice as many, none above: without a gap or an overlap."""
+    command = built("--speculate-up-to", str(limit))
+    schedule = json.loads(values_of(command, "--speculative-config")[0])["num_speculative_tokens_per_batch_size"]
+    assert schedule[0][0] == 1
+    assert schedule[-1][1] >= 1_000_000
+    for before, after in itertools.pairwise(schedule):
+        assert after[0] == before[1] + 1
+
+    def drafted(batch: int) -> int:
+        (found,) = [tokens for low, high, tokens in schedule if low <= batch <= high]
+        return found
+
+    assert [drafted(n) for n in (1, limit, limit + 1, 2 * limit, 2 * limit + 1, 5000)] == [3, 3, 1, 1, 0, 0]
+
+
+def test_on_a_cpu_there_is_a_limit_by_default_and_the_note_names_it(built: Any) -> None:
+    command = built()
+    schedule = json.loads(values_of(command, "--speculative-config")[0])["num_speculative_tokens_per_batch_size"]
+    limit = schedule[0][1]
+    assert 1 <= limit <= 16
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    assert f"CPU default: {limit};" in " ".join(parser.format_help().split())
+    assert any(f"batches up to {limit} in full" in note for note in command.notes)
+
+
+def test_a_negative_limit_is_refused(built: Any) -> None:
+    with pytest.raises(SettingsError, match="--speculate-up-to is -1"):
+        built("--speculate-up-to", "-1")
+
+
+# The engine's config.
+
+
+def test_our_options_reach_the_engine(built: Any, draft_dir: Path, tmp_path: Path) -> None:
+    command = built(
+        "--num-speculative-tokens", "2", "--no-learn", "--no-auto-publish", "--slice-ms", "75", "--replay-mb", "12.5",
+        "--learning-rate", "0.004",
+    )  # fmt: skip
+    assert config_of(command) == EngineConfig(
+        draft_dir=str(draft_dir),
+        state_dir=str(tmp_path / "state"),
+        num_speculative_tokens=2,
+        learn=False,
+        auto_publish=False,
+        slice_ms=75.0,
+        replay_bytes=12_500_000,
+        learning_rate=0.004,
+    )
+    assert (tmp_path / "state").is_dir()
+
+
+def test_by_default_it_learns_and_publishes(built: Any) -> None:
+    found = config_of(built())
+    assert (found.learn, found.auto_publish) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [
+        ("--slice-ms", "slice_ms"),
+        ("--num-speculative-tokens", "num_speculative_tokens"),
+        ("--replay-mb", "replay_bytes"),
+        ("--learning-rate", "learning_rate"),
+    ],
+)
+def test_values_out_of_range_are_refused_before_anything_starts(built: Any, option: str, name: str) -> None:
+    with pytest.raises(SettingsError, match=name):
+        built(option, "0")
+
+
+def test_each_process_has_a_state_directory_of_its_own_and_sweeps_those_of_the_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C16: one that a killed server left behind goes; that of a living process and other people's folders stay."""
+    monkeypatch.setattr(serve.tempfile, "gettempdir", lambda: str(tmp_path))
+    gone, alive = 2**22 + 17, os.getppid()
+    for name in (f"specdraft-state-{gone}", f"specdraft-state-{alive}", "specdraft-state-mine", "something-else"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "status.json").write_text("{}")
+    stale = tmp_path / f"specdraft-state-{os.getpid()}"
+    stale.mkdir()
+    (stale / "status.json").write_text("{}")
+    found = serve.new_state_dir()
+    assert found == stale
+    assert list(found.iterdir()) == [], "nothing of an earlier process of the same number"
+    assert found.stat().st_mode & 0o777 == 0o700
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {found.name, f"specdraft-state-{alive}", "specdraft-state-mine", "something-else"}
+
+
+# Plugins.
+
+
+def test_a_plain_server_has_no_config_and_no_plugin_of_ours(built: Any) -> None:
+    command = built("--plain")
+    assert ENVIRONMENT not in command.environment
+    assert command.environment["VLLM_PLUGINS"].split(",") == ["lora_resolver", "metrics_extra"]
+    assert not {"--speculative-config", "--worker-extension-cls"} & set(command.argv)
+    assert "specdraft" not in " ".join(command.argv[3:])
+    assert {"VLLM_CPU_OMP_THREADS_BIND", "LD_PRELOAD"} <= set(command.environment), "the same settings otherwise"
+
+
+@pytest.mark.parametrize(("mine", "expected"), [("a,specdraft,b", "a,b"), ("a", "a"), ("", "")])
+def test_a_plain_server_keeps_the_user_s_choice_of_plugins_but_ours(built: Any, mine: str, expected: str) -> None:
+    assert built("--plain", VLLM_PLUGINS=mine).environment["VLLM_PLUGINS"] == expected
+
+
+def test_all_installed_plugins_stay_on(built: Any) -> None:
+    """vLLM loads only what is named once anything is named."""
+    found = built().environment["VLLM_PLUGINS"].split(",")
+    assert set(found) == PLUGINS
+    assert len(found) == len(PLUGINS)
+
+
+@pytest.mark.parametrize(
+    ("mine", "expected"),
+    [("a,b", "a,b,specdraft"), ("specdraft,b", "specdraft,b"), ("", "specdraft"), ("a,,a", "a,specdraft")],
+)
+def test_the_user_s_plugins_are_kept_and_ours_is_added(built: Any, mine: str, expected: str) -> None:
+    assert built(VLLM_PLUGINS=mine).environment["VLLM_PLUGINS"] == expected
+
+
+# Settings of the CPU engine.
+
+
+def test_all_cores_are_for_the_worker(built: Any) -> None:
+    assert built().environment["VLLM_CPU_OMP_THREADS_BIND"] == "0-3"
+
+
+@pytest.mark.parametrize(
+    ("cores", "text"),
+    [([0], "0"), ([0, 1], "0-1"), ([0, 1, 2, 5], "0-2,5"), ([3, 5, 7], "3,5,7"), ([0, 1, 4, 5, 6, 9, 10], "0-1,4-6,9-10")],
+)
+def test_cores_become_ranges(cores: list[int], text: str) -> None:
+    assert cpu._ranges(cores) == text
+
+
+def test_cores_that_the_process_may_not_use_are_left_alone(built: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu.os, "sched_getaffinity", lambda _: {9, 2, 3, 8})
+    assert built().environment["VLLM_CPU_OMP_THREADS_BIND"] == "2-3,8-9"
+
+
+def test_the_user_s_preloads_are_kept_behind_ours(built: Any) -> None:
+    assert built().environment["LD_PRELOAD"] == "/lib/libfast.so:/lib/libomp.so"
+    assert built(LD_PRELOAD="/my/lib.so").environment["LD_PRELOAD"] == "/lib/libfast.so:/lib/libomp.so:/my/lib.so"
+
+
+def test_without_a_library_to_preload_the_user_is_told(built: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "preloads", lambda: [])
+    command = built(LD_PRELOAD="/my/lib.so")
+    assert "LD_PRELOAD" not in command.environment
+    assert any("slower" in note for note in command.notes)
+
+
+@pytest.mark.parametrize("name", ["VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE"])
+def test_what_the_user_set_stays_and_is_noted_as_theirs(built: Any, name: str) -> None:
+    command = built(**{name: "17"})
+    assert name not in command.environment
+    assert any(name in note and "17 (yours)" in note for note in command.notes)
+
+
+def test_the_cache_size_of_the_command_line_wins(built: Any) -> None:
+    assert built("--kv-gib", "3").environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert built("--kv-gib", "3", VLLM_CPU_KVCACHE_SPACE="17").environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert 1 <= int(built().environment["VLLM_CPU_KVCACHE_SPACE"]) <= 4
+
+
+# The command line.
+
+
+@pytest.fixture
+def become(monkeypatch: pytest.MonkeyPatch, draft_dir: Path) -> list[Command]:
+    """The commands that would have replaced this process."""
+    seen: list[Command] = []
+    monkeypatch.setattr(serve, "become", seen.append)
+    monkeypatch.setattr(embedded, "ensure", lambda **_: Path("/cache/default-model"))
+    monkeypatch.setattr(drafts, "auto", lambda target: draft_dir)
+    return seen
+
+
+def test_serve_without_a_target_serves_the_embedded_model(become: list[Command], draft_dir: Path) -> None:
+    """The value of an option is not a target."""
+    assert cli.main(["serve", "--port", "8123"]) == 0
+    (command,) = become
+    assert values_of(command, "--model") == ["/cache/default-model"]
+    assert values_of(command, "--port") == ["8123"]
+    assert config_of(command).draft_dir == str(draft_dir)
+
+
+def test_serve_with_a_target(become: list[Command], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "/models/mine", "--plain", "--port", "8123"]) == 0
+    assert cli.main(["serve", "/models/mine", "--port", "8123", "--state-dir", str(tmp_path / "s"), "--slice-ms", "33"]) == 0
+    plain, full = become
+    assert values_of(plain, "--model") == values_of(full, "--model") == ["/models/mine"]
+    assert values_of(full, "--port") == ["8123"]
+    assert config_of(full).slice_ms == 33.0
+    assert "specdraft: serving /models/mine" in capsys.readouterr().out
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """What a user sees of an error: one line on stderr that begins with our name, and no traceback."""
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    assert re.fullmatch(r"specdraft: [^\n]+\n", seen.err), seen.err
+    return seen.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["status", "http://127.0.0.1:1", "--jsn"],
+        ["status", "http://127.0.0.1:1", "more"],
+        ["model", "--port", "8123"],
+        ["draft", "info", "somewhere", "--force"],
+        ["draft", "init", "target", "out", "--draft-vocab", "5"],
+        ["serv"],
+        [],
+    ],
+    ids=" ".join,
+)
+def test_unknown_arguments_of_other_commands_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing runs, and nothing is guessed from a beginning."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert "specdraft" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["info", "serve"])
+def test_a_draft_that_is_not_there_is_named(
+    command: str, become: list[Command], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = str(tmp_path / "nowhere")
+    arguments = ["draft", "info", missing] if command == "info" else ["serve", "/models/mine", "--draft", missing]
+    assert cli.main(arguments) == 1
+    message = one_line(capsys)
+    assert missing in message
+    assert "specdraft draft init" in message
+    assert become == []
+
+
+def test_a_draft_that_is_a_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "draft.safetensors"
+    file.write_text("")
+    assert cli.main(["draft", "info", str(file)]) == 1
+    assert str(file) in one_line(capsys)
+
+
+def test_a_target_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the first draft is made on the way."""
+    missing = str(tmp_path / "nowhere")
+    for arguments in (["serve", missing], ["draft", "init", missing, str(tmp_path / "out")]):
+        assert cli.main(arguments) == 1
+        assert f"{missing} is no model directory" in one_line(capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_out_of_range_end_with_one_line(become: list[Command], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "/models/mine", "--slice-ms", "0"]) == 1
+    assert "slice_ms is 0.0, must be above 0" in one_line(capsys)
+    assert become == []
+
+
+def test_text_that_is_none_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    binary = tmp_path / "text.bin"
+    binary.write_bytes(b"\xff\xfe\x00\x80")
+    for file in (binary, tmp_path / "nowhere.txt"):
+        assert cli.main(["draft", "init", "target", "out", "--text", str(file)]) == 1
+        assert f"--text {file}" in one_line(capsys)
+
+
+def test_a_draft_is_described(draft_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["draft", "info", str(draft_dir)]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^type +eagle3$", text, re.MULTILINE)
+    assert checkpoint.digest_of(checkpoint.read_state(draft_dir)) in text
+
+
+# specdraft status.
+
+STATUS = {
+    "policy_version": 4,
+    "draft_version": 7,
+    "draft_type": "eagle3",
+    "draft_digest": "0123456789abcdef",
+    "accepted_length": None,
+    "idle_state": "OPEN",
+    "learning": {
+        "paused": True, "seconds": 61.54, "tokens": 9000, "steps": 250, "held_out_served": 1.9, "held_out_candidate": None,
+    },
+    "replay": {"samples": 40, "held_out_samples": 6, "bytes": 12_300_000},
+    "publishes": [{}, {}],
+    "last_error": None,
+}  # fmt: skip
+
+
+@pytest.fixture
+def server() -> Iterator[http.server.ThreadingHTTPServer]:
+    """Answers with its `answer` (status code and body), on a port of the system's choice."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            code, body = self.server.answer if self.path == "/specdraft/status" else (404, b"")  # type: ignore[attr-defined]
+            self.send_response(code)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    found = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield found
+    found.shutdown()
+    thread.join()
+    found.server_close()
+
+
+def address(server: http.server.ThreadingHTTPServer) -> str:
+    return f"http://127.0.0.1:{server.server_address[1]}"
+
+
+def test_a_status_is_shown(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    server.answer = (200, json.dumps(STATUS).encode())
+    assert cli.main(["status", address(server) + "/"]) == 0
+    text = capsys.readouterr().out
+    for expected in ("v7 (eagle3, 0123456789ab)", "OPEN (learning paused)", "61.5 s, 9000 tokens, 250 steps", "40 + 6 held out"):
+        assert expected in text
+    assert cli.main(["status", address(server), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == STATUS
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((404, b""), "answered 404"),
+        ((503, b"{}"), "answered 503"),
+        ((200, b"<html>hello</html>"), "needs the address of a specdraft server"),
+        ((200, b'{"status": "ok"}'), "is this a specdraft server"),
+        ((200, b"[]"), "is this a specdraft server"),
+    ],
+)
+def test_an_answer_that_is_no_status_ends_with_one_line(
+    server: Any, answer: tuple[int, bytes], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.answer = answer
+    assert cli.main(["status", address(server)]) == 1
+    assert message in one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://127.0.0.1:1", "localhost:8000", "nonsense", "", "http://127.0.0.1:port", "http://[::1", "ftp://127.0.0.1:1"],
+)
+def test_a_url_without_a_server_ends_with_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", url]) == 1
+    assert f"{url}/specdraft/status" in one_line(capsys)
