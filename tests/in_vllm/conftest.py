@@ -13,6 +13,7 @@ import pytest
 
 from tests.in_vllm import engines
 from vllm_specdraft import cpu, drafts, embedded
+from vllm_specdraft.demo.prompts import PromptSource
 from vllm_specdraft.launch import Server
 
 
@@ -47,9 +48,7 @@ def live(target: Path, first_draft: Path, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="session")
 def learned(live: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of the draft that `live` learned in idle windows from 48 answers, and now serves; learning is paused."""
-    import reasoning_gym
-
-    questions = [item["question"] for item in reasoning_gym.create_dataset("gsm_symbolic", size=48, seed=3)]
+    questions = [prompt.question for prompt in PromptSource(evaluation=0, seed=3).take(48)]
     engines.chat_many(live.url, questions, max_tokens=64)
     deadline = time.monotonic() + 120
     while engines.status(live.url)["learning"]["seconds"] < 30:

@@ -5,6 +5,9 @@ The problems come from reasoning-gym's ``gsm_symbolic``, which fills templates w
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -67,6 +70,9 @@ class PromptSource:
 
 def _stream(seed: int) -> Iterator[dict]:
     """Items of the data set in order. Raises `ImportError` with the command to run when reasoning-gym is absent."""
+    if "pycosat" not in sys.modules and importlib.util.find_spec("pycosat") is None:
+        # A SAT solver that has to be compiled. reasoning-gym imports it for puzzles that are not used here.
+        sys.modules["pycosat"] = types.ModuleType("pycosat")
     try:
         import reasoning_gym
     except ImportError:
