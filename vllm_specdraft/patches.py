@@ -7,6 +7,8 @@ import logging
 import time
 from typing import Any
 
+import torch
+
 logger = logging.getLogger(__name__)
 
 _MARK = "_specdraft_patched"
@@ -17,6 +19,7 @@ def install() -> None:
     worker_learns_between_messages()
     engine_core_swaps_at_a_boundary()
     seeded_requests_survive_chunked_prefill()
+    sampling_parameters_reach_verified_tokens()
 
 
 def worker_learns_between_messages() -> None:
@@ -40,8 +43,7 @@ def worker_learns_between_messages() -> None:
         agent = start()
         queue = self.rpc_broadcast_mq
         while True:
-            wait_s = agent.wait_s()
-            if wait_s is None or message_waits(queue, wait_s):
+            if message_waits(queue, agent.wait_s()):
                 self._execute_worker_rpc(queue.dequeue(indefinite=True))
             else:
                 agent.window_open()
@@ -120,6 +122,43 @@ def seeded_requests_survive_chunked_prefill() -> None:
     setattr(_sample, _MARK, True)
     CPUModelRunner._sample = _sample
     CPUModelRunner._bookkeeping_sync = _bookkeeping_sync
+
+
+def sampling_parameters_reach_verified_tokens() -> None:
+    """Give every verified token its request's temperature, top-k and top-p on the CPU.
+
+    Why: the CPU replacement of that kernel in vLLM 0.32 writes into a converted copy of its output whenever the output is
+    not int64, which a temperature never is: the tokens get uninitialised memory instead, and speculative decoding at any
+    temperature above 0 samples from something that is not the target's distribution.
+    Remove when: the CPU kernel writes into its output.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+
+    if not current_platform.is_cpu() or rejection_sampler.expand_batch_to_tokens is expand_batch_to_tokens:
+        return
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Repeat each request's value for each of its tokens, with one value replaced.
+
+    >>> # x = [a, b, c], cu_num_tokens = [2, 5, 6]  ->  [a, a, b, b, b, c]
+
+    Args:
+        x: ``[batch]`` values.
+        cu_num_tokens: ``[batch]`` cumulative number of tokens.
+        num_tokens: the last of them.
+        replace_from, replace_to: value in `x` that becomes another; equal: none does.
+
+    Returns:
+        ``[num_tokens]``, dtype of `x`.
+    """
+    counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1, dtype=torch.int64))
+    expanded = x.repeat_interleave(counts, output_size=num_tokens)
+    return expanded if replace_from == replace_to else expanded.masked_fill(expanded == replace_from, replace_to)
 
 
 def drop_prefix_cache(scheduler: Any, salt: str) -> int:

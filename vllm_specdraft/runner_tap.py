@@ -45,20 +45,27 @@ class RunnerTap:
             self._finish(request_id)
         if scheduler_output.total_num_scheduled_tokens:
             self._step_began()
-        return self._execute_model(scheduler_output, *args, **kwargs)
+        try:
+            return self._execute_model(scheduler_output, *args, **kwargs)
+        except BaseException:
+            # No sampling will follow: without this the window would stay shut for ever.
+            self._step_ended()
+            raise
 
     def _on_sample(self, *args: Any, **kwargs: Any) -> Any:
         state = self._runner.execute_model_state
         # Read before sampling: bookkeeping moves the batch's counters on.
         parts = self._parts(state.scheduler_output) if state is not None else []
-        output = self._sample_tokens(*args, **kwargs)
-        if state is not None and state.aux_hidden_states is not None:
-            for part in parts:
-                part.sampled = output.sampled_token_ids[output.req_id_to_index[part.request_id]]
-            self.collector.step(parts, state.aux_hidden_states, state.hidden_states)
-        if state is not None:
-            self._step_ended()
-        return output
+        try:
+            output = self._sample_tokens(*args, **kwargs)
+            if state is not None and state.aux_hidden_states is not None:
+                for part in parts:
+                    part.sampled = output.sampled_token_ids[output.req_id_to_index[part.request_id]]
+                self.collector.step(parts, state.aux_hidden_states, state.hidden_states)
+            return output
+        finally:
+            if state is not None:
+                self._step_ended()
 
     def _parts(self, scheduler_output: Any) -> list[StepRows]:
         batch = self._runner.input_batch

@@ -105,11 +105,11 @@ class WorkerAgent:
 
     # -- between messages ------------------------------------------------------------------------------------------------
 
-    def wait_s(self) -> float | None:
-        """How long the worker may wait for a message before `window_open`, in seconds; None: until one comes."""
-        if not self._may_learn():
-            return None if self._status_due == 0.0 else STATUS_INTERVAL_S
-        return max(1e-4, self.idle.opens_in_s)
+    def wait_s(self) -> float:
+        """How long the worker may wait for a message before `window_open`, in seconds."""
+        if self.idle.state is IdleState.BUSY or not self._may_learn():
+            return STATUS_INTERVAL_S
+        return self.idle.opens_in_s
 
     def window_open(self) -> None:
         """No message for as long as `wait_s` said: learn for one piece, or write what is due."""

@@ -28,6 +28,27 @@ def test_greedy_tokens_in_a_batch_are_those_of_the_plain_engine(live: Server, re
     assert engines.chat_many(live.url, list(engines.QUESTIONS)) == reference
 
 
+def test_a_cold_sample_is_the_greedy_answer(live: Server, learned: Path, reference: list[list[int]]) -> None:
+    """Verified tokens are sampled at their request's temperature: at 0.01 that leaves no choice. A stock vLLM 0.32 on a CPU
+    gives them a temperature out of uninitialised memory."""
+    assert engines.chat(live.url, engines.QUESTIONS[0], temperature=0.01) == reference[0]
+    batch = engines.chat_many(live.url, list(engines.QUESTIONS), temperature=0.01, top_p=0.9, top_k=50)
+    assert batch == reference
+
+
+def test_drafts_are_accepted_when_sampling(live: Server, learned: Path) -> None:
+    """A greedy draft token is accepted with its probability, which at a low temperature is nearly that of greedy decoding."""
+    rates = []
+    for temperature in (0.0, 0.1):
+        before = engines.status(live.url)["counters"]
+        for question in engines.QUESTIONS:
+            engines.chat(live.url, question, temperature=temperature)
+        after = engines.status(live.url)["counters"]
+        drafted = after["draft_steps"] - before["draft_steps"]
+        rates.append((after["accepted_tokens"] - before["accepted_tokens"]) / drafted)
+    assert rates[1] > 0.6 * rates[0] > 0
+
+
 def test_stock_vllm_loads_our_checkpoint_and_answers_the_same(stock: Server, reference: list[list[int]]) -> None:
     answers = [engines.chat(stock.url, question) for question in engines.QUESTIONS]
     assert answers == reference
