@@ -12,6 +12,7 @@ SEAMS: tuple[tuple[str, str], ...] = (
     ("vllm.v1.core.block_pool", "BlockPool.reset_prefix_cache"),
     ("vllm.v1.core.block_pool", "BlockHashToBlockMap"),
     ("vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens"),
+    ("vllm.v1.sample.rejection_sampler", "apply_sampling_constraints"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._sample"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._bookkeeping_sync"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.execute_model"),

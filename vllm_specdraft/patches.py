@@ -20,6 +20,7 @@ def install() -> None:
     engine_core_swaps_at_a_boundary()
     seeded_requests_survive_chunked_prefill()
     sampling_parameters_reach_verified_tokens()
+    steps_without_drafts_take_top_k()
 
 
 def worker_learns_between_messages() -> None:
@@ -138,6 +139,27 @@ def sampling_parameters_reach_verified_tokens() -> None:
     if not current_platform.is_cpu() or rejection_sampler.expand_batch_to_tokens is expand_batch_to_tokens:
         return
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+def steps_without_drafts_take_top_k() -> None:
+    """Leave the constraints of sampling out where there is no verified token to constrain.
+
+    Why: a step may come to the rejection sampler with no draft at all; vLLM 0.32 then takes the largest top-k of no rows,
+    which raises and ends the engine.
+    Remove when: `apply_sampling_constraints` accepts logits of zero rows.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    original = rejection_sampler.apply_sampling_constraints
+    if getattr(original, _MARK, False):
+        return
+
+    @functools.wraps(original)
+    def apply_sampling_constraints(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return original(logits, *args, **kwargs) if logits.shape[0] else logits
+
+    setattr(apply_sampling_constraints, _MARK, True)
+    rejection_sampler.apply_sampling_constraints = apply_sampling_constraints
 
 
 def expand_batch_to_tokens(
