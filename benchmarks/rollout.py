@@ -1,4 +1,5 @@
-"""What live learning is worth: none, first and live draft on held-out prompts, after a bounded time of idle learning.
+"""What live learning is worth and what it costs: none, first and live draft on held-out prompts, after a bounded time of idle
+learning; then the same server with taps and learning switched on and off.
 
 ``python -m benchmarks.rollout --json`` prints progress on standard error and one JSON object as the last line of standard
 output. Correctness comes first: the greedy tokens of every arm against the stock engine's, on every held-out prompt.
@@ -14,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import costs
 from vllm_specdraft.console import Console
 from vllm_specdraft.demo import table
 from vllm_specdraft.demo.arms import Arms, Verdict
@@ -28,6 +30,10 @@ from vllm_specdraft.demo.session import Session, SessionError, identities
 IDLE_CAP_MINUTES = 15.0
 MAX_TOKENS = 128
 BATCH = 8
+WARM_ROUNDS = 2
+"""Rounds until what is allocated once is allocated."""
+BURSTS = 40
+"""Bursts of the interference measurement, to either arm."""
 _SAMPLED_SEED = 20_000
 
 
@@ -50,6 +56,8 @@ class RolloutBenchmark:
         self._idle_budget_s = 60.0 * idle_minutes
         self._pairs = pairs
         self._learned: dict[str, Any] = {}
+        self._memory: list[int] = []
+        self._costs: dict[str, Any] = {}
         self._identities: dict[str, dict[str, str]] = {}
         self.result: dict[str, Any] = {}
 
@@ -83,6 +91,8 @@ class RolloutBenchmark:
                 if status["learning"]["seconds"] <= learned_s:
                     raise SessionError(_nothing_learned(status, session))
                 learned_s = status["learning"]["seconds"]
+                # The replay fills up to its bound, as it should; everything else must not grow.
+                self._memory.append(session.rss_bytes() - status["replay"]["bytes"])
             self._learned = await session.freeze(client)
 
     async def _compare(self, live: Client, none: Client) -> None:
@@ -98,9 +108,37 @@ class RolloutBenchmark:
             eight = await session.compare(arms, batched, lambda pair: greedy, phase=B8)
             identical = await self._correctness(arms, {B1: one, B8: eight})
             sampled = await session.compare(arms, single, _sampled, phase=B1_T1)
+            await self._measure_costs(live)
         summaries = {phase: self._report(phase, measured) for phase, measured in ((B1, one), (B1_T1, sampled), (B8, eight))}
         self.result = self._result(summaries, greedy_identical=identical)
         session.record.add(results=self.result)
+
+    async def _measure_costs(self, client: Client) -> None:
+        """Taps and learning on and off in the live server; its draft and its prompts are those of the comparison."""
+        session, prompts = self._session, self._session.prompts.evaluation
+        progress = session.console.progress
+        overheads = {
+            batch: await costs.tap_overhead(client, prompts, pairs=self._pairs, batch=batch, progress=progress)
+            for batch in (1, BATCH)
+        }
+        session.console.clear()
+        session.console.line(f"taps, wall time with over without: {overheads}")
+        bursts = max(4, BURSTS * self._pairs // 10)
+        found = await costs.interference(client, prompts, bursts=bursts, progress=progress)
+        session.console.clear()
+        session.console.line(f"{found}")
+        self._costs = {
+            "tap_overhead": round(max(overheads.values()), 4),
+            "ttft_added_p95_ms": round(found.ttft_added_p95_ms, 2),
+            "slice_ms_p95": round(found.slice_ms_p95, 2),
+            "itl_p95_ratio_learning": round(found.itl_p95_ratio, 4),
+            "rss_growth_bytes": self._rss_growth(),
+        }
+        session.record.add(costs=self._costs)
+
+    def _rss_growth(self) -> int | None:
+        """Growth of the server's memory, replay aside, from the third round on; None when there were too few rounds."""
+        return self._memory[-1] - self._memory[WARM_ROUNDS] if len(self._memory) > WARM_ROUNDS + 1 else None
 
     async def _correctness(self, arms: Arms, phases: dict[str, list[Measurement]]) -> bool:
         """Whether all greedy answers are the stock engine's, ties aside; says what is not."""
@@ -132,6 +170,7 @@ class RolloutBenchmark:
             "accepted_length_live": round(one[LIVE].accepted_length, 4),
             "step_ms": {arm: None if item.step_ms is None else round(item.step_ms, 2) for arm, item in one.items()},
             "greedy_identical": greedy_identical,
+            **self._costs,
             "idle_minutes": round(self._session.idle_s / 60.0, 2),
             "learned_seconds": self._learned["learning"]["seconds"],
             "learned_tokens": self._learned["learning"]["tokens"],

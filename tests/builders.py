@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from trainer_bridge.draft.eagle3.kind import Eagle3
 from trainer_bridge.draft.eagle3.model import Eagle3Draft
@@ -91,3 +94,24 @@ def frozen_target(*, seed: int = 0, dtype: torch.dtype = torch.float64) -> Froze
     random = generator(2000 + seed)
     embedding, head = (torch.randn(VOCAB, HIDDEN, generator=random).to(dtype) for _ in range(2))
     return FrozenTarget(embedding=embedding, head=head)
+
+
+def target_dir(directory: Path, **fields: Any) -> Path:
+    """A model directory of the tiny target's shapes, with one small file of weights; `fields` overwrite its config's entries."""
+    spec = target_spec()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "vocab_size": spec.vocab_size,
+        **fields,
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({"model.embed_tokens.weight": torch.zeros(VOCAB, HIDDEN)}, directory / "model.safetensors")
+    return directory

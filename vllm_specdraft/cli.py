@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import logging
 import os
+import signal
 import sys
-import urllib.error
-import urllib.request
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from trainer_bridge.errors import BridgeError
-from vllm_specdraft import embedded, serve
+from vllm_specdraft import embedded, serve, status_view
+from vllm_specdraft import target as targets
 from vllm_specdraft.config import SettingsError
+from vllm_specdraft.console import Console
+from vllm_specdraft.parsing import Parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,37 +30,56 @@ def main(argv: Sequence[str] | None = None) -> int:
         from vllm_specdraft.demo.run import main as demo
 
         return demo(arguments[1:])
-    parser = _parser()
     target = None
     if arguments[:1] == ["serve"] and len(arguments) > 1 and not arguments[1].startswith("-"):
         target = Path(arguments.pop(1))
-    args, extra = parser.parse_known_args(arguments)
+    args, extra = _parser().parse_known_args(arguments)
     args.target = getattr(args, "target", target)
     if extra and args.run is not _serve:
-        parser.error(f"unknown arguments: {' '.join(extra)}")
+        args.parser.refuse(extra)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        return args.run(args, extra)
+        with _terminable():
+            return args.run(args, extra)
+    except BrokenPipeError:
+        # Whoever read the output has gone; there is nobody to tell. Python would try to write once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (BridgeError, SettingsError, embedded.ModelError, OSError) as error:
         print(f"specdraft: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as stop:
+        return 128 + (signal.SIGTERM if stop.args else signal.SIGINT)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM end a command the way Ctrl-C does: half-written files are removed on the way out."""
+
+    def stop(*_: object) -> NoReturn:
+        raise KeyboardInterrupt("terminated")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="specdraft", description="A vLLM rollout server that keeps its draft model fresh.", allow_abbrev=False
-    )
+    parser = Parser(prog="specdraft", description="A vLLM rollout server that keeps its draft model fresh.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    model = commands.add_parser("model", help="convert the embedded default model, once", allow_abbrev=False)
+    model = commands.add_parser("model", help="convert the embedded default model, once")
     model.add_argument("--force", action="store_true", help="convert again")
-    model.set_defaults(run=_model)
+    model.set_defaults(run=_model, parser=model)
 
-    draft = commands.add_parser("draft", help="make or describe draft checkpoints", allow_abbrev=False)
+    draft = commands.add_parser("draft", help="make or describe draft checkpoints")
     actions = draft.add_subparsers(required=True, metavar="ACTION")
-    init = actions.add_parser("init", help="a new draft for a target", allow_abbrev=False)
+    init = actions.add_parser("init", help="a new draft for a target")
     init.add_argument("target", type=Path, metavar="TARGET", help="Hugging Face directory of a Llama-like model")
     init.add_argument("out", type=Path, metavar="OUT", help="directory to write")
     init.add_argument("--type", default="eagle3", help="draft type (default: eagle3)")
@@ -67,25 +90,32 @@ def _parser() -> argparse.ArgumentParser:
     )
     init.add_argument("--seed", type=int, default=0)
     init.add_argument("--no-measure", action="store_true", help="do not measure the gain of the warm start (saves half a minute)")
-    init.set_defaults(run=_draft_init)
-    info = actions.add_parser("info", help="what a draft checkpoint is", allow_abbrev=False)
+    init.set_defaults(run=_draft_init, parser=init)
+    info = actions.add_parser("info", help="what a draft checkpoint is")
     info.add_argument("directory", type=Path, metavar="DIR")
-    info.set_defaults(run=_draft_info)
+    info.set_defaults(run=_draft_info, parser=info)
 
     server = commands.add_parser(
         "serve",
         help="serve a target with a draft that learns",
         usage="specdraft serve [TARGET] [options] [options of vllm serve]",
         description="Serve TARGET (a Hugging Face directory; by default the embedded model) over the OpenAI API on 127.0.0.1.",
-        allow_abbrev=False,
     )
     serve.add_arguments(server)
-    server.set_defaults(run=_serve)
+    server.set_defaults(run=_serve, parser=server)
 
-    status = commands.add_parser("status", help="status of a running server", allow_abbrev=False)
+    status = commands.add_parser("status", help="status of a running server")
     status.add_argument("url", metavar="URL", help="e.g. http://127.0.0.1:8000")
     status.add_argument("--json", action="store_true", help="the whole status as JSON")
-    status.set_defaults(run=_status)
+    status.add_argument(
+        "--watch",
+        type=float,
+        nargs="?",
+        const=2.0,
+        metavar="SECONDS",
+        help="look again and again until Ctrl-C (default: every 2 s)",
+    )
+    status.set_defaults(run=_status, parser=status)
 
     commands.add_parser("demo", help="watch a draft learn; `specdraft demo --help`", add_help=False)
     return parser
@@ -99,9 +129,16 @@ def _layers(text: str) -> list[int]:
 
 
 def _model(args: argparse.Namespace, extra: Sequence[str]) -> int:
-    directory = embedded.ensure(force=args.force)
-    digest = embedded.verify(directory)
-    answer = embedded.generate_check(directory)
+    console = Console()
+    if args.force or not embedded.is_converted():
+        with console.working(f"converting {embedded.NAME} (once; about a minute)"):
+            directory = embedded.ensure(force=args.force)
+    else:
+        directory = embedded.ensure()
+    with console.working("checking its weights"):
+        digest = embedded.verify(directory)
+    with console.working("asking it for 12 + 30"):
+        answer = embedded.generate_check(directory)
     print(f"{directory}\n  weights SHA-256 {digest}\n  asked for 12 + 30 it says: {answer}")
     return 0
 
@@ -117,15 +154,17 @@ def _draft_init(args: argparse.Namespace, extra: Sequence[str]) -> int:
             raise SettingsError(f"--text {file}: {error.strerror}") from None
         except UnicodeDecodeError as error:
             raise SettingsError(f"--text {file} is no text: {error}") from None
-    drafts.init(
-        args.target,
-        args.out,
-        kind=args.type,
-        draft_vocab_size=args.draft_vocab_size,
-        tap_layers=args.tap_layers,
-        texts=texts,
-        seed=args.seed,
-    )
+    targets.check_shapes(targets.read(args.target))
+    with Console().working(f"making a draft for {args.target}"):
+        drafts.init(
+            args.target,
+            args.out,
+            kind=args.type,
+            draft_vocab_size=args.draft_vocab_size,
+            tap_layers=args.tap_layers,
+            texts=texts,
+            seed=args.seed,
+        )
     _print_info(drafts.info(args.out))
     if not args.no_measure:
         gain = drafts.warm_start_gain(args.target, args.out)
@@ -150,51 +189,29 @@ def _print_info(info: dict) -> None:
 
 
 def _serve(args: argparse.Namespace, extra: Sequence[str]) -> int:
-    target = args.target or embedded.ensure()
-    draft = None
-    if not args.plain:
-        from vllm_specdraft import drafts
-
-        draft = drafts.auto(target) if args.draft == "auto" else Path(args.draft)
-        drafts.info(draft)
-    command = serve.build(target, args, extra, draft, os.environ)
-    print(f"specdraft: serving {target}", *command.notes, sep="\n", flush=True)
+    command = serve.prepare(args, extra, own=args.parser.option_strings(), console=Console())
+    for warning in command.warnings:
+        print(f"specdraft: {warning}", file=sys.stderr)
+    print(f"specdraft: serving {command.target}", *command.notes, "starting vLLM ...", sep="\n", flush=True)
     serve.become(command)
     return 0
 
 
 def _status(args: argparse.Namespace, extra: Sequence[str]) -> int:
-    url = f"{args.url.rstrip('/')}/specdraft/status"
+    url = status_view.url_of(args.url)
+    if args.watch is not None:
+        if not 0 < args.watch < float("inf"):
+            raise SettingsError(f"--watch {args.watch:g}: needs seconds above 0 between two looks")
+        try:
+            status_view.watch(url, every_s=args.watch, console=Console(), as_json=args.json)
+        except KeyboardInterrupt:
+            # The one way to end it.
+            return 0
     try:
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            found = json.load(answer)
-    except urllib.error.HTTPError as error:
-        raise SettingsError(f"{url} answered {error.code}: is this a specdraft server?") from None
-    except (OSError, http.client.HTTPException) as error:
-        raise SettingsError(f"no answer from {url}: {getattr(error, 'reason', error)}") from None
-    except ValueError as error:
-        # No URL at all, or an answer that is not JSON.
-        raise SettingsError(f"no status at {url} ({error}): needs the address of a specdraft server, http://HOST:PORT") from None
-    if not isinstance(found, dict) or "draft_version" not in found:
-        raise SettingsError(f"no status at {url}: is this a specdraft server?")
-    if args.json:
-        print(json.dumps(found, indent=1))
-        return 0
-    learning, replay = found["learning"], found["replay"]
-    length = found["accepted_length"]
-    lines = {
-        "policy": f"v{found['policy_version']}",
-        "draft": f"v{found['draft_version']} ({found['draft_type']}, {found['draft_digest'][:12]})",
-        "accepted length": "-" if length is None else f"{length:.2f} tokens per step",
-        "window": found["idle_state"] + (" (learning paused)" if learning["paused"] else ""),
-        "learned": f"{learning['seconds']:.1f} s, {learning['tokens']} tokens, {learning['steps']} steps",
-        "held out": f"served {learning['held_out_served']}, in training {learning['held_out_candidate']}",
-        "replay": f"{replay['samples']} + {replay['held_out_samples']} held out, {replay['bytes'] / 1e6:.0f} MB",
-        "publishes": str(len(found["publishes"])),
-        "last error": found["last_error"] or "none",
-    }
-    for key, value in lines.items():
-        print(f"{key:16} {value}")
+        found = status_view.fetch(url)
+    except status_view.NoStatusError as error:
+        raise SettingsError(str(error)) from None
+    print(json.dumps(found, indent=1) if args.json else "\n".join(status_view.lines_of(found)))
     return 0
 
 

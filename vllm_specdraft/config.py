@@ -56,10 +56,21 @@ class EngineConfig:
     """Gradient-norm clip, over the draft's parameters only."""
     evaluate_every_steps: int = 60
     """Optimizer steps between two measurements on held-out samples."""
+    patience_evaluations: int = 12
+    """Measurements without progress after which learning rests until new samples come; 0: it never rests."""
     evaluate_samples: int = 32
     """Held-out samples per measurement at most, the newest first."""
     publish_min_gain: float = 0.02
     """Gain in expected accepted length that a candidate must show, beyond two standard errors, to be published."""
+    rollback_margin: float = 0.02
+    """A published draft whose measured accepted length is lower than its predecessor's by this, beyond two standard errors,
+    is taken back."""
+    checkpoint_dir: str | None = None
+    """Directory of the learner's state and the served draft, kept across restarts; None: learning ends with the process."""
+    checkpoint_interval_s: float = 60.0
+    """Time between two checkpoints while learning, in seconds: what a crash may cost."""
+    long_quota: float = 0.25
+    """Share of every draw that goes to the longest answers of the last round."""
     max_sample_tokens: int = 1024
     """Longer samples are cut to their first tokens, whose rows need no later ones; bounds a slice."""
     seed: int = 0
@@ -69,16 +80,18 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         positive = ("num_speculative_tokens", "slice_ms", "replay_bytes", "batch_samples", "evaluate_every_steps",
-                    "evaluate_samples", "min_samples", "learning_rate", "max_gradient_norm")  # fmt: skip
+                    "evaluate_samples", "min_samples", "learning_rate", "max_gradient_norm", "checkpoint_interval_s")  # fmt: skip
         # Written so that a NaN is refused as well.
         for name in positive:
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{name} is {getattr(self, name)}, must be above 0")
-        for name in ("cool_ms", "warmup_steps", "weight_decay", "policy_version"):
+        for name in ("cool_ms", "warmup_steps", "weight_decay", "policy_version", "rollback_margin", "patience_evaluations"):
             if not getattr(self, name) >= 0:
                 raise SettingsError(f"{name} is {getattr(self, name)}, must not be negative")
         if not 0 < self.held_out_share < 1:
             raise SettingsError(f"held_out_share is {self.held_out_share}, must lie between 0 and 1")
+        if not 0 <= self.long_quota < 1:
+            raise SettingsError(f"long_quota is {self.long_quota}, must lie in [0, 1)")
 
     def to_json(self) -> str:
         """JSON text for the environment."""
@@ -97,6 +110,13 @@ class EngineConfig:
 
     @classmethod
     def from_environment(cls) -> EngineConfig | None:
-        """The config this process was started with, or None when the plugin was not asked for."""
+        """The config this process was started with, or None when the plugin was not asked for. Raises `SettingsError`."""
         text = os.environ.get(ENVIRONMENT)
-        return cls.from_mapping(json.loads(text)) if text else None
+        if not text:
+            return None
+        try:
+            return cls.from_mapping(json.loads(text))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise SettingsError(
+                f"{ENVIRONMENT} in the environment is no config ({error}): unset it, or use `specdraft serve`"
+            ) from None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -20,6 +21,7 @@ class Console:
         self._stream = stream if stream is not None else sys.stdout
         self._live = self._stream.isatty()
         self._shown = 0
+        self._block_lines = 0
         # The progress of a blocking call is written by a thread of its own.
         self._lock = threading.Lock()
 
@@ -37,6 +39,21 @@ class Console:
             self._erase()
             self._write(text)
             self._shown = len(text)
+
+    @property
+    def live(self) -> bool:
+        """Whether the stream is a terminal, on which a line can be written over."""
+        return self._live
+
+    def block(self, lines: Sequence[str]) -> None:
+        """Show lines in place of the block before; on a terminal only, cut to its width so that none wraps."""
+        width = max(20, shutil.get_terminal_size().columns - 1)
+        with self._lock:
+            self._erase()
+            # Up to the first line of the block, then clear from there on.
+            back = f"\x1b[{self._block_lines}F\x1b[J" if self._block_lines else ""
+            self._write(back + "".join(f"{line[:width]}\n" for line in lines))
+            self._block_lines = len(lines)
 
     def clear(self) -> None:
         """Take the progress line away."""

@@ -23,8 +23,8 @@ class CpuSettings:
     notes: dict[str, str]
 
 
-def choose(environ: Mapping[str, str], *, kv_gib: int | None = None) -> CpuSettings:
-    """Settings for this machine. `kv_gib`: KV cache size, in GiB, when the user named one."""
+def choose(environ: Mapping[str, str], *, kv_gib: int | None = None, ranks: int = 1) -> CpuSettings:
+    """Settings for this machine. `kv_gib`: KV cache size, in GiB, when the user named one; `ranks`: tensor-parallel size."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     chosen: dict[str, str] = {}
     notes: dict[str, str] = {}
@@ -37,7 +37,14 @@ def choose(environ: Mapping[str, str], *, kv_gib: int | None = None) -> CpuSetti
             notes[name] = f"{value} ({why})"
 
     # The automatic binding keeps a core for the other processes; on few cores that costs a quarter of the speed.
-    pick("VLLM_CPU_OMP_THREADS_BIND", _ranges(cores), f"all {len(cores)} cores for the worker")
+    if ranks == 1:
+        pick("VLLM_CPU_OMP_THREADS_BIND", _ranges(cores), f"all {len(cores)} cores for the worker")
+    elif ranks <= len(cores):
+        share = len(cores) // ranks
+        parts = [_ranges(cores[rank * share : (rank + 1) * share]) for rank in range(ranks)]
+        pick("VLLM_CPU_OMP_THREADS_BIND", "|".join(parts), f"{share} of {len(cores)} cores for each of {ranks} workers")
+    else:
+        pick("VLLM_CPU_OMP_THREADS_BIND", "nobind", f"{ranks} workers on {len(cores)} cores")
     free_gib = psutil.virtual_memory().available / 2**30
     size = max(1, min(4, int(free_gib / 6)))
     if kv_gib is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,8 @@ from vllm_specdraft.embedded import cache_dir
 
 if TYPE_CHECKING:
     import torch
+
+    from trainer_bridge.draft.interface import FrozenTarget
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,9 @@ PROMPTS = (
 )
 """What the target is asked when the gain of the warm start is measured; the last two answers are held out."""
 HELD_OUT = 2
+SUPPORTED = ("llama", "qwen2", "qwen3")
+"""``model_type`` of targets whose layers, norms and embeddings are what a draft takes them for."""
+INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,25 +53,78 @@ class WarmStartGain:
     warm_accepted_length: float
 
 
-def read_target(target: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Config and weights of a target directory. Raises `ConfigError`."""
-    from safetensors.torch import load_file
+class TargetWeights(Mapping[str, "torch.Tensor"]):
+    """Tensors of a target directory by name, one file or many; each is read when asked for: a draft needs few of them."""
 
+    def __init__(self, directory: Path) -> None:
+        """Raises `ConfigError` when there are no weights, or a file is missing or damaged."""
+        self._files = self._from_index(directory) if (directory / INDEX).exists() else self._from_files(directory)
+
+    def _from_index(self, directory: Path) -> dict[str, Path]:
+        try:
+            names: dict[str, str] = json.loads((directory / INDEX).read_text())["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise ConfigError(f"{directory / INDEX} is damaged: {error}") from None
+        if missing := sorted(file for file in set(names.values()) if not (directory / file).exists()):
+            raise ConfigError(f"{directory} lacks {', '.join(missing)}, which its {INDEX} names: copy all files of the model")
+        return {name: directory / file for name, file in names.items()}
+
+    def _from_files(self, directory: Path) -> dict[str, Path]:
+        from safetensors import SafetensorError, safe_open
+
+        found: dict[str, Path] = {}
+        for path in sorted(directory.glob("*.safetensors")):
+            try:
+                with safe_open(path, "pt") as file:
+                    found |= dict.fromkeys(file.keys(), path)
+            except SafetensorError as error:
+                raise ConfigError(f"{path} is damaged or half-written: {error}") from None
+        if not found:
+            raise ConfigError(f"{directory} has no *.safetensors weights")
+        return found
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self._files[name], "pt") as file:
+            return file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def read_target(target: Path) -> tuple[dict[str, Any], TargetWeights]:
+    """Config and weights of a target directory. Raises `ConfigError` for a model that no draft can be made for."""
     path = Path(target) / "config.json"
     if not path.exists():
         raise _no_model(target)
     config = json.loads(path.read_text())
-    files = sorted(Path(target).glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{target} has no *.safetensors weights")
-    weights: dict[str, torch.Tensor] = {}
-    for file in files:
-        weights |= load_file(file)
-    if "model.embed_tokens.weight" not in weights or "model.norm.weight" not in weights:
-        raise ConfigError(
-            f"{target} ({config.get('architectures')}) is not Llama-like: no model.embed_tokens.weight or model.norm.weight"
-        )
-    return config, weights
+    if (kind := config.get("model_type")) not in SUPPORTED:
+        raise ConfigError(f"{target} is a model of type {kind!r}; drafts can be made for {', '.join(SUPPORTED)}")
+    if config.get("quantization_config"):
+        raise ConfigError(f"{target} holds quantised weights, a draft starts from plain ones; give the model it was made from")
+    return config, TargetWeights(Path(target))
+
+
+def _frozen(target: Path, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> FrozenTarget:
+    """Embedding and head as the engine uses them. Raises `ConfigError` when one is missing."""
+    import torch
+
+    from trainer_bridge.draft.interface import FrozenTarget
+
+    embedding, head = weights.get("model.embed_tokens.weight"), weights.get("lm_head.weight")
+    if embedding is None:
+        raise ConfigError(f"{target} is not Llama-like: it has no model.embed_tokens.weight")
+    if config.get("tie_word_embeddings", head is None):
+        if head is not None and not torch.equal(head, embedding):
+            logger.warning("%s ties its embeddings but holds an lm_head.weight of its own: it is ignored, as engines do", target)
+        return FrozenTarget(embedding=embedding, head=embedding)
+    if head is None:
+        raise ConfigError(f"{target} does not tie its embeddings and has no lm_head.weight")
+    return FrozenTarget(embedding=embedding, head=head)
 
 
 def _no_model(target: Path) -> ConfigError:
@@ -94,7 +152,7 @@ def init(
     import torch
 
     from trainer_bridge.draft import checkpoint, registry, vocab
-    from trainer_bridge.draft.interface import FrozenTarget, TargetSpec
+    from trainer_bridge.draft.interface import TargetSpec
 
     config, weights = read_target(target)
     spec = TargetSpec.from_config(config)
@@ -107,10 +165,11 @@ def init(
     end = config.get("eos_token_id")
     always = [t for t in (end if isinstance(end, list) else [end]) if t is not None]
     draft_type.set_vocabulary(model, vocab.choose(_count(target, texts, spec.vocab_size), size, always))
-    embedding = weights["model.embed_tokens.weight"]
-    frozen = FrozenTarget(embedding=embedding, head=weights.get("lm_head.weight", embedding))
     if warm:
-        draft_type.warm_start(model, frozen, weights)
+        try:
+            draft_type.warm_start(model, _frozen(target, config, weights), weights)
+        except KeyError as error:
+            raise ConfigError(f"{target} is not Llama-like: it has no {error.args[0]}") from None
     checkpoint.save(out, model.state_dict(), draft_config)
     return out
 
@@ -174,11 +233,9 @@ def warm_start_gain(target: Path, draft: Path, *, passes: int = 3, answer_tokens
     import torch
 
     from trainer_bridge.draft import checkpoint, registry
-    from trainer_bridge.draft.interface import FrozenTarget
 
-    _, weights = read_target(target)
-    embedding = weights["model.embed_tokens.weight"]
-    frozen = FrozenTarget(embedding=embedding, head=weights.get("lm_head.weight", embedding))
+    config, weights = read_target(target)
+    frozen = _frozen(target, config, weights)
     draft_config = checkpoint.read_config(draft)
     draft_type = registry.of_config(draft_config)
     samples = _self_generated(target, draft_config["eagle_aux_hidden_state_layer_ids"], answer_tokens)

@@ -100,9 +100,18 @@ def generate_check(directory: Path, question: str = "What is 12 + 30? Answer bri
     return answer
 
 
+def is_converted() -> bool:
+    """Whether the default model is there already."""
+    return manifest_of(_default_directory()) is not None
+
+
+def _default_directory() -> Path:
+    return cache_dir() / "models" / NAME
+
+
 def ensure(*, force: bool = False, directory: Path | None = None) -> Path:
     """The converted default model's directory; converts it on first use. Safe to call from several processes at once."""
-    directory = directory or cache_dir() / "models" / NAME
+    directory = directory or _default_directory()
     if not force and manifest_of(directory) is not None:
         return directory
     gguf = find_gguf()
@@ -130,7 +139,7 @@ def _convert(gguf: Path, out: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-    logger.info("converting %s (about a minute, once)", gguf.name)
+    logger.debug("converting %s", gguf.name)
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = loaded.config
     # Left in place, it makes transformers refuse to save weights that are no longer quantised.

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from argparse import Namespace
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 
-from vllm_specdraft import metrics, status
+from vllm_specdraft import metrics, security, status
 from vllm_specdraft.config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -30,9 +31,13 @@ class SpecdraftEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes, when this server was started with the plugin's config."""
-        if EngineConfig.from_environment() is not None:
-            app.include_router(router)
+        """Add the routes, and the guard in front of all routes, when this server was started with the plugin's config."""
+        if EngineConfig.from_environment() is None:
+            return
+        app.include_router(router)
+        if security.GUARD not in app.state.args.middleware:
+            # `specdraft serve` names it to vLLM, which puts it outermost; whoever starts vLLM another way has it all the same.
+            app.add_middleware(security.Guard)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Start the publisher and register the metrics."""
@@ -64,25 +69,35 @@ class Link:
 
     async def control(self, request: dict[str, Any]) -> dict[str, Any]:
         """Run one action on the workers; the first worker's status."""
-        return (await self._client.collective_rpc("specdraft_control", args=(request,)))[0]
+        return await self._client.engine_core.call_utility_async("specdraft_control", request)
 
 
 async def publish_when_ready(link: Link) -> None:
-    """Publish each candidate that passed the gate. Ends with the server."""
+    """Publish each candidate that passed the gate, and take back a draft that failed its probation. Ends with the server."""
     while True:
         await asyncio.sleep(POLL_S)
         try:
-            found = link.read_status()
-            if not found or not (digest := found["learning"]["candidate_digest"]):
+            if (request := _due(link.read_status())) is None:
                 continue
-            record = await link.swap({"candidate": digest})
+            record = await link.swap(request)
             logger.info(
-                "draft %d serves: expected accepted length %s -> %s on held-out samples, swapped in %s ms",
-                record["draft_version"], record["held_out_before"], record["held_out_after"], record["swap_ms"],
+                "draft %d serves (%s): expected accepted length %s -> %s on held-out samples, swapped in %s ms",
+                record["draft_version"], record["origin"], record["held_out_before"], record["held_out_after"],
+                record["swap_ms"],
             )  # fmt: skip
         except Exception as error:  # noqa: BLE001 - whatever the engine raised: it serves the old draft, and we say so
-            logger.error("publishing a draft failed, the old one serves on: %s", error)
+            logger.error("swapping the draft failed, the old one serves on: %s", error)
             await asyncio.sleep(10)
+
+
+def _due(found: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The swap that a status asks for, if any."""
+    if not found:
+        return None
+    if (version := found["rollback_wanted"]) is not None:
+        return {"rollback": version}
+    digest = found["learning"]["candidate_digest"]
+    return {"candidate": digest} if digest else None
 
 
 @router.get("/status")
@@ -96,11 +111,20 @@ async def get_status(raw: Request) -> JSONResponse:
 
 @router.post("/train")
 async def post_train(raw: Request) -> JSONResponse:
-    """``{"action": "pause" | "resume"}``."""
-    body = await _body(raw)
-    if body.get("action") not in ("pause", "resume"):
-        return JSONResponse({"error": 'needs {"action": "pause"} or {"action": "resume"}'}, status_code=400)
-    return JSONResponse(await raw.app.state.specdraft.control({"action": body["action"]}))
+    """``{"action": "pause" | "resume"}``: stop or go on learning."""
+    action = (await _body(raw)).get("action")
+    if action not in ("pause", "resume"):
+        return _refused('needs {"action": "pause"} or {"action": "resume"}')
+    return await _answer(_link(raw).control({"action": action}))
+
+
+@router.post("/taps")
+async def post_taps(raw: Request) -> JSONResponse:
+    """``{"enabled": true | false}``: whether requests that start from now on are tapped."""
+    enabled = (await _body(raw)).get("enabled")
+    if not isinstance(enabled, bool):
+        return _refused('needs {"enabled": true} or {"enabled": false}')
+    return await _answer(_link(raw).control({"action": "taps_on" if enabled else "taps_off"}))
 
 
 @router.post("/publish")
@@ -108,22 +132,48 @@ async def post_publish(raw: Request) -> JSONResponse:
     """``{}``: the learner's draft as it is now; ``{"draft": DIR}``: a checkpoint of the server's host."""
     body = await _body(raw)
     if unknown := body.keys() - {"draft"}:
-        return JSONResponse({"error": f"unknown keys {sorted(unknown)}, known: draft"}, status_code=400)
-    try:
-        return JSONResponse(await raw.app.state.specdraft.swap(body))
-    except Exception as error:  # noqa: BLE001 - the worker's error reaches the caller; the engine serves on
-        return JSONResponse({"error": str(error)}, status_code=409)
+        return _refused(f"unknown keys {sorted(unknown)}, known: draft")
+    return await _answer(_link(raw).swap(body))
+
+
+@router.post("/rollback")
+async def post_rollback(raw: Request) -> JSONResponse:
+    """``{}``: serve the draft before the served one again."""
+    if body := await _body(raw):
+        return _refused(f"unknown keys {sorted(body)}, needs none")
+    return await _answer(_link(raw).swap({"rollback": None}))
 
 
 @router.post("/save")
 async def post_save(raw: Request) -> JSONResponse:
     """``{"directory": DIR}``: write the served draft as a checkpoint on the server's host."""
-    body = await _body(raw)
-    if not body.get("directory"):
-        return JSONResponse({"error": 'needs {"directory": DIR}'}, status_code=400)
+    directory = (await _body(raw)).get("directory")
+    if not directory or not isinstance(directory, str):
+        return _refused('needs {"directory": DIR}')
+    return await _answer(_link(raw).control({"action": "save", "directory": directory}))
+
+
+@router.post("/checkpoint")
+async def post_checkpoint(raw: Request) -> JSONResponse:
+    """``{}``: write the learner's state and the served draft into ``--checkpoint-dir`` now."""
+    if body := await _body(raw):
+        return _refused(f"unknown keys {sorted(body)}, needs none")
+    return await _answer(_link(raw).control({"action": "checkpoint"}))
+
+
+def _link(raw: Request) -> Link:
+    return raw.app.state.specdraft
+
+
+def _refused(reason: str) -> JSONResponse:
+    return JSONResponse({"error": reason}, status_code=400)
+
+
+async def _answer(work: Awaitable[dict[str, Any]]) -> JSONResponse:
+    """What the engine answered; its error as a 409, for it serves on as before."""
     try:
-        return JSONResponse(await raw.app.state.specdraft.control({"action": "save", "directory": body["directory"]}))
-    except Exception as error:  # noqa: BLE001 - see post_publish
+        return JSONResponse(await work)
+    except Exception as error:  # noqa: BLE001 - the worker's error reaches the caller
         return JSONResponse({"error": str(error)}, status_code=409)
 
 

@@ -95,6 +95,19 @@ class Server:
         """Whether the process runs."""
         return self._process is not None and self._process.poll() is None
 
+    def rss_bytes(self) -> int:
+        """Resident memory of the process and all its descendants; shared pages count once for each."""
+        total = 0
+        for process in _family(self._process.pid) if self._process else []:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += process.memory_info().rss
+        return total
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server; None when it does not run."""
+        return self._process.pid if self._process is not None else None
+
     def stop(self, grace_s: float = 15.0) -> None:
         """End the process and all its descendants: asked first, then forced."""
         process = self._process

@@ -20,7 +20,8 @@ from trainer_bridge.draft import checkpoint
 from trainer_bridge.draft.interface import Acceptance, DraftType, FrozenTarget
 from trainer_bridge.draft.packing import microbatches
 from vllm_specdraft.config import EngineConfig
-from vllm_specdraft.gate import Gate, Verdict
+from vllm_specdraft.gate import Gate, Patience, Verdict
+from vllm_specdraft.learner_state import LearnerState, identity_of
 from vllm_specdraft.replay import Replay
 
 MAX_ROWS = 1024
@@ -77,6 +78,10 @@ class Progress:
     """Draft tokens that were given to tokens the traffic uses."""
     skipped_steps: int = 0
     """Steps dropped because loss or gradient was not finite."""
+    zero_gradient_steps: int = 0
+    """Steps whose gradient was exactly zero: they train nothing, and say that something is wrong with the samples."""
+    evaluations: int = 0
+    """Measurements on held-out samples."""
 
 
 class Learner:
@@ -91,8 +96,9 @@ class Learner:
         target: FrozenTarget,
         replay: Replay,
         config: EngineConfig,
+        resumed: LearnerState | None = None,
     ) -> None:
-        """`state`: tensors of the served draft, checkpoint names."""
+        """`state`: tensors of the served draft, checkpoint names; `resumed`: what an earlier process had learned."""
         self.config, self.replay = config, replay
         self.progress = Progress()
         self.paused = False
@@ -111,15 +117,23 @@ class Learner:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        self._gate = Gate(min_gain=config.publish_min_gain)
+        self.gate = Gate(min_gain=config.publish_min_gain)
+        self._patience = Patience(evaluations=config.patience_evaluations)
         self._budget = AnchorBudget(config.slice_ms)
         self._losses: deque[float] = deque(maxlen=20)
         self._piece_ms: deque[float] = deque(maxlen=1000)
         self._pieces = self._endless()
+        if resumed is not None:
+            self._resume(resumed)
 
     def can_learn(self) -> bool:
         """Whether there is something to do."""
         return self.waiting_for() is None
+
+    def resume(self) -> None:
+        """Learn again, also where it had stopped to pay."""
+        self.paused = False
+        self._patience.renew()
 
     def waiting_for(self) -> str | None:
         """What keeps the learner from learning, in words; None when nothing does."""
@@ -129,7 +143,7 @@ class Learner:
             return f"samples: {self.replay.num_train} of {self.config.min_samples}"
         if self.replay.num_held_out < 2:
             return f"held-out samples: {self.replay.num_held_out} of 2 (a share of {self.config.held_out_share:g} of all prompts)"
-        return None
+        return self._patience.waiting_for(self.replay.added, self.replay.num_train)
 
     def run_piece(self) -> float:
         """Run one piece; its duration in ms. Call only when `can_learn`."""
@@ -147,6 +161,10 @@ class Learner:
         self._piece_ms.append(1e3 * elapsed)
         return 1e3 * elapsed
 
+    def piece_ms_max(self) -> float | None:
+        """Longest of the last 1000 pieces, in ms."""
+        return max(self._piece_ms, default=None)
+
     def piece_ms_p95(self) -> float | None:
         """95th percentile of the last 1000 pieces' durations, in ms."""
         if not self._piece_ms:
@@ -156,6 +174,41 @@ class Learner:
     def state(self) -> dict[str, torch.Tensor]:
         """A copy of the trainable draft as it is now, checkpoint names."""
         return {name: tensor.detach().clone() for name, tensor in self._model.state_dict().items()}
+
+    def export(self, *, draft_version: int, served_digest: str, rollbacks: int) -> LearnerState:
+        """A copy of all that a restart needs; the arguments are the engine's own account of the served draft."""
+        moments: dict[str, dict[str, torch.Tensor]] = {"exp_avg": {}, "exp_avg_sq": {}}
+        steps = 0
+        for name, parameter in self._model.named_parameters():
+            for key, found in self._optimizer.state.get(parameter, {}).items():
+                if key in moments:
+                    moments[key][name] = found.detach().clone()
+                elif key == "step":
+                    steps = int(found)
+        return LearnerState(
+            model=self.state(),
+            first_moments=moments["exp_avg"],
+            second_moments=moments["exp_avg_sq"],
+            optimizer_steps=steps,
+            progress=dict(vars(self.progress)),
+            draft_version=draft_version,
+            served_digest=served_digest,
+            rollbacks=rollbacks,
+            identity=identity_of(self._model_config),
+        )
+
+    def _resume(self, saved: LearnerState) -> None:
+        checkpoint.load_state(self._model, saved.model, "learner state")
+        self._objective.vocabulary_changed()
+        for name, parameter in self._model.named_parameters():
+            if name in saved.first_moments:
+                self._optimizer.state[parameter] = {
+                    "step": torch.tensor(float(saved.optimizer_steps)),
+                    "exp_avg": saved.first_moments[name].clone(),
+                    "exp_avg_sq": saved.second_moments[name].clone(),
+                }
+        known = vars(self.progress).keys()
+        self.progress = Progress(**{key: value for key, value in saved.progress.items() if key in known})
 
     def served_changed(self, state: Mapping[str, torch.Tensor]) -> None:
         """The engine serves another draft now: measure against it from here on. A pending candidate is dropped."""
@@ -218,6 +271,7 @@ class Learner:
         norm = float(nn.utils.clip_grad_norm_(self._model.parameters(), self.config.max_gradient_norm))
         self.progress.gradient_norm = norm
         yield
+        self.progress.zero_gradient_steps += norm == 0
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.progress.skipped_steps += 1
         else:
@@ -246,8 +300,10 @@ class Learner:
         if not pairs or served is not self._served_objective:
             # Another draft is served by now: what was measured against the old one is void.
             return
-        verdict = self._gate.decide([p[0] for p in pairs], [p[1] for p in pairs])
+        verdict = self.gate.decide([p[0] for p in pairs], [p[1] for p in pairs])
         self.verdict = verdict
+        self.progress.evaluations += 1
+        self._patience.judged(verdict, self.replay.added)
         if verdict.publish:
             candidate = self.state()
             yield

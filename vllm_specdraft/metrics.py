@@ -7,49 +7,122 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client import REGISTRY
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from vllm_specdraft import status
 
 _Read = Callable[[dict[str, Any]], float | None]
 
+
+def _at(*keys: str) -> _Read:
+    """Reads ``status[key][key]...``; None where a part is not there: it is not known yet, or of another version."""
+
+    def read(found: Any) -> float | None:
+        for key in keys:
+            found = found.get(key) if isinstance(found, dict) else None
+        return None if found is None else float(found)
+
+    return read
+
+
+def _last_publish(key: str) -> _Read:
+    """Reads a number of the newest swap; None before the first."""
+
+    def read(found: dict[str, Any]) -> float | None:
+        return _at(key)(found["publishes"][-1]) if found.get("publishes") else None
+
+    return read
+
+
 GAUGES: tuple[tuple[str, str, _Read], ...] = (
-    ("specdraft_draft_version", "Version of the served draft; grows by one with every swap.", lambda s: s["draft_version"]),
-    ("specdraft_policy_version", "Version of the served policy.", lambda s: s["policy_version"]),
+    ("specdraft_draft_version", "Version of the served draft; grows by one with every swap.", _at("draft_version")),
+    ("specdraft_policy_version", "Version of the served policy.", _at("policy_version")),
     (
         "specdraft_accepted_length",
         "Recent accepted length: tokens per target step that verified drafts, bonus token included.",
-        lambda s: s["accepted_length"],
+        _at("accepted_length"),
+    ),
+    (
+        "specdraft_measured_accepted_length_served",
+        "Accepted length of the served draft since it serves, in tokens per target step, on traffic.",
+        _at("measured", "served", "length"),
+    ),
+    (
+        "specdraft_measured_accepted_length_before",
+        "Accepted length of the draft before the served one, in tokens per target step, on traffic.",
+        _at("measured", "before", "length"),
     ),
     ("specdraft_idle_open", "1 while the draft may learn, else 0.", lambda s: float(s["idle_state"] == "OPEN")),
-    ("specdraft_learning_paused", "1 while learning is paused over HTTP.", lambda s: float(s["learning"]["paused"])),
+    ("specdraft_taps_enabled", "1 while requests that start are tapped, else 0.", _at("taps_enabled")),
+    ("specdraft_learning_enabled", "1 when this server trains its draft, else 0.", _at("learning", "enabled")),
+    ("specdraft_learning_paused", "1 while learning is paused over HTTP.", _at("learning", "paused")),
     (
         "specdraft_held_out_accepted_length_served",
         "Expected accepted length of the served draft on held-out samples.",
-        lambda s: s["learning"]["held_out_served"],
+        _at("learning", "held_out_served"),
     ),
     (
         "specdraft_held_out_accepted_length_candidate",
         "Expected accepted length of the draft in training on held-out samples.",
-        lambda s: s["learning"]["held_out_candidate"],
+        _at("learning", "held_out_candidate"),
     ),
+    ("specdraft_learning_loss", "Loss of the last optimizer step, in nats per label, passes summed.", _at("learning", "loss")),
+    ("specdraft_gradient_norm", "Norm of the draft's gradient before it was clipped, last step.", _at("learning", "gradient_norm")),
     (
         "specdraft_slice_p95_milliseconds",
         "95th percentile of recent learning slices, in ms: what an arriving request may wait.",
-        lambda s: s["learning"]["slice_ms_p95"],
+        _at("learning", "slice_ms_p95"),
     ),
-    ("specdraft_replay_bytes", "Bytes of samples held.", lambda s: s["replay"]["bytes"]),
-    ("specdraft_replay_samples", "Training samples held.", lambda s: s["replay"]["samples"]),
+    ("specdraft_slice_max_milliseconds", "Longest of the recent learning slices, in ms.", _at("learning", "slice_ms_max")),
+    (
+        "specdraft_checkpoint_timestamp_seconds",
+        "When the learner's state was last written, in Unix time, in seconds.",
+        _at("learning", "checkpoint_unix_time_s"),
+    ),
+    ("specdraft_replay_bytes", "Bytes of samples held.", _at("replay", "bytes")),
+    ("specdraft_replay_limit_bytes", "Bound of the samples held, in bytes.", _at("replay", "limit_bytes")),
+    ("specdraft_replay_samples", "Training samples held.", _at("replay", "samples")),
+    ("specdraft_replay_held_out_samples", "Samples held that are never trained on.", _at("replay", "held_out_samples")),
+    ("specdraft_last_swap_milliseconds", "Time that the last swap of drafts took, in ms.", _last_publish("swap_ms")),
+    (
+        "specdraft_last_swap_timestamp_seconds",
+        "When drafts were last swapped, in Unix time, in seconds.",
+        _last_publish("unix_time_s"),
+    ),
+    (
+        "specdraft_error",
+        "1 when there is a last error; `specdraft status` shows it.",
+        lambda s: float(s["last_error"] is not None) if "last_error" in s else None,
+    ),
+    (
+        "specdraft_status_timestamp_seconds",
+        "When the worker last wrote its status, in Unix time, in seconds: an old one means a worker that hangs.",
+        _at("unix_time_s"),
+    ),
 )
 
 COUNTERS: tuple[tuple[str, str, _Read], ...] = (
-    ("specdraft_draft_steps", "Target steps that verified drafts, per request.", lambda s: s["counters"]["draft_steps"]),
-    ("specdraft_drafted_tokens", "Draft tokens verified.", lambda s: s["counters"]["drafted_tokens"]),
-    ("specdraft_accepted_tokens", "Draft tokens accepted.", lambda s: s["counters"]["accepted_tokens"]),
-    ("specdraft_learning_seconds", "Time spent learning, in seconds.", lambda s: s["learning"]["seconds"]),
-    ("specdraft_learning_tokens", "Anchors trained.", lambda s: s["learning"]["tokens"]),
-    ("specdraft_learning_steps", "Optimizer steps.", lambda s: s["learning"]["steps"]),
+    ("specdraft_engine_steps", "Steps of the engine.", _at("counters", "engine_steps")),
+    ("specdraft_engine_step_seconds", "Time spent in steps of the engine, in seconds.", _at("counters", "engine_step_seconds")),
+    ("specdraft_generated_tokens", "Tokens of answers that the taps saw.", _at("counters", "generated_tokens")),
+    ("specdraft_draft_steps", "Target steps that verified drafts, per request.", _at("counters", "draft_steps")),
+    ("specdraft_drafted_tokens", "Draft tokens verified.", _at("counters", "drafted_tokens")),
+    ("specdraft_accepted_tokens", "Draft tokens accepted.", _at("counters", "accepted_tokens")),
+    ("specdraft_learning_seconds", "Time spent learning, in seconds.", _at("learning", "seconds")),
+    ("specdraft_learning_tokens", "Anchors trained.", _at("learning", "tokens")),
+    ("specdraft_learning_steps", "Optimizer steps.", _at("learning", "steps")),
+    ("specdraft_learning_slices", "Pieces of training between two looks at the request queue.", _at("learning", "slices")),
+    (
+        "specdraft_learning_skipped_steps",
+        "Optimizer steps left out for a gradient that was not finite.",
+        _at("learning", "skipped_steps"),
+    ),
+    ("specdraft_evaluations", "Measurements on held-out samples.", _at("learning", "evaluations")),
+    ("specdraft_vocabulary_changes", "Draft tokens given to other target tokens.", _at("learning", "vocabulary_changes")),
+    ("specdraft_samples_added", "Samples that the replay took.", _at("replay", "added")),
+    ("specdraft_filled_rows", "Prompt rows filled from an earlier request with the same prefix.", _at("replay", "filled_rows")),
+    ("specdraft_rollbacks", "Published drafts that were taken back.", _at("rollbacks")),
 )
 
 
@@ -70,13 +143,31 @@ class StatusCollector(Collector):
             return
         for name, text, read in GAUGES:
             if (value := read(found)) is not None:
-                yield GaugeMetricFamily(name, text, value=float(value))
+                yield GaugeMetricFamily(name, text, value=value)
         for name, text, read in COUNTERS:
-            yield CounterMetricFamily(name, text, value=float(read(found) or 0.0))
-        dropped = CounterMetricFamily("specdraft_samples_dropped", "Samples not learned from, by reason.", labels=["reason"])
-        for reason, count in found["replay"]["dropped"].items():
-            dropped.add_metric([reason], count)
-        yield dropped
+            if (value := read(found)) is not None:
+                yield CounterMetricFamily(name, text, value=value)
+        yield from _labelled(found)
+
+
+def _labelled(found: dict[str, Any]) -> Iterator[Metric]:
+    """The metrics with one value for each of several things."""
+    dropped = CounterMetricFamily("specdraft_samples_dropped", "Samples not learned from, by reason.", labels=["reason"])
+    for reason, count in found["replay"]["dropped"].items():
+        dropped.add_metric([reason], count)
+    yield dropped
+    if positions := found.get("accepted_per_position"):
+        accepted = CounterMetricFamily(
+            "specdraft_accepted_tokens_by_position",
+            "Draft tokens accepted, by their place in the draft, from 0.",
+            labels=["position"],
+        )
+        for position, count in enumerate(positions):
+            accepted.add_metric([str(position)], count)
+        yield accepted
+    digests: dict[str, str] = {key: str(found[key]) for key in ("draft_type", "draft_digest", "target_digest") if key in found}
+    if digests:
+        yield InfoMetricFamily("specdraft_served", "Type and digests of what is served.", value=digests)
 
 
 def register(state_dir: Path) -> None:

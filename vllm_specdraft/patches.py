@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
 from typing import Any
 
 import torch
 
+from vllm_specdraft import compat
+
 logger = logging.getLogger(__name__)
 
+GRACE_S = 10.0
+"""Longest that a stopping server waits for its engine, in seconds."""
 _MARK = "_specdraft_patched"
 
 
@@ -21,6 +26,7 @@ def install() -> None:
     seeded_requests_survive_chunked_prefill()
     sampling_parameters_reach_verified_tokens()
     steps_without_drafts_take_top_k()
+    engine_may_save_before_it_ends()
 
 
 def worker_learns_between_messages() -> None:
@@ -41,13 +47,17 @@ def worker_learns_between_messages() -> None:
         start = getattr(self.worker.worker, "specdraft_start", None)
         if start is None or self.rpc_broadcast_mq is None:
             return original(self)
-        agent = start()
         queue = self.rpc_broadcast_mq
-        while True:
-            if message_waits(queue, agent.wait_s()):
-                self._execute_worker_rpc(queue.dequeue(indefinite=True))
-            else:
-                agent.window_open()
+        compat.check_queue(queue)
+        agent = start()
+        try:
+            while True:
+                if message_waits(queue, agent.wait_s()):
+                    self._execute_worker_rpc(queue.dequeue(indefinite=True))
+                else:
+                    agent.window_open()
+        finally:
+            agent.close()
 
     setattr(worker_busy_loop, _MARK, True)
     WorkerProc.worker_busy_loop = worker_busy_loop
@@ -71,10 +81,13 @@ def message_waits(queue: Any, timeout_s: float) -> bool:
 
 
 def engine_core_swaps_at_a_boundary() -> None:
-    """Give the engine core one call that swaps the draft in all workers and drops the KV cache the old draft wrote.
+    """Give the engine core two calls: one that swaps the draft in all workers and drops the KV cache the old draft wrote,
+    and one for everything else that the workers do on request.
 
-    Why: both must happen between the same two steps. vLLM's own prefix-cache reset refuses while a request runs.
-    Remove when: vLLM salts prefix-cache entries with the draft's version.
+    Why: swap and drop must happen between the same two steps, and vLLM's own prefix-cache reset refuses while a request runs.
+    Only the first worker answers: when a worker's answer is an error, vLLM raises and leaves the answers of the others in
+    their queues, where the next call would take them for its own.
+    Remove when: vLLM salts prefix-cache entries with the draft's version, and reads all answers.
     """
     from vllm.v1.engine.core import EngineCore
 
@@ -82,11 +95,15 @@ def engine_core_swaps_at_a_boundary() -> None:
         return
 
     def specdraft_swap(self: Any, request: dict[str, Any]) -> dict[str, Any]:
-        record = self.collective_rpc("specdraft_swap", args=(request,))[0]
+        record = self.model_executor.collective_rpc("specdraft_swap", args=(request,), unique_reply_rank=0)
         record["prefix_blocks_dropped"] = drop_prefix_cache(self.scheduler, f"draft-{record['draft_version']}")
         return record
 
+    def specdraft_control(self: Any, request: dict[str, Any]) -> dict[str, Any]:
+        return self.model_executor.collective_rpc("specdraft_control", args=(request,), unique_reply_rank=0)
+
     EngineCore.specdraft_swap = specdraft_swap
+    EngineCore.specdraft_control = specdraft_control
 
 
 def seeded_requests_survive_chunked_prefill() -> None:
@@ -160,6 +177,48 @@ def steps_without_drafts_take_top_k() -> None:
 
     setattr(apply_sampling_constraints, _MARK, True)
     rejection_sampler.apply_sampling_constraints = apply_sampling_constraints
+
+
+def engine_may_save_before_it_ends() -> None:
+    """Give the engine's processes some seconds between being told to stop and being killed.
+
+    Why: with vLLM's default of ``--shutdown-timeout 0`` the API server kills them at once, and with them what was learned since
+    the last checkpoint. A larger time-out of vLLM's own would also make a stop wait for running answers.
+    Remove when: vLLM gives every platform the window that it gives ROCm.
+    """
+    from vllm.v1.engine import utils
+
+    original = utils.get_engine_process_shutdown_timeout
+    if getattr(original, _MARK, False):
+        return
+
+    @functools.wraps(original)
+    def get_engine_process_shutdown_timeout(request_timeout: float | None, process_timeout: float | None) -> float | None:
+        if request_timeout == 0 and process_timeout == 0:
+            return GRACE_S
+        return original(request_timeout, process_timeout)
+
+    setattr(get_engine_process_shutdown_timeout, _MARK, True)
+    utils.get_engine_process_shutdown_timeout = get_engine_process_shutdown_timeout
+    _an_asked_for_end_is_no_error()
+
+
+def _an_asked_for_end_is_no_error() -> None:
+    """Keep vLLM from logging a traceback because the engine that it told to stop has stopped before it was killed."""
+    from vllm.v1.engine.core_client import MPClient
+
+    shutdown, stopping = MPClient.shutdown, threading.Event()
+
+    @functools.wraps(shutdown)
+    def announced(self: Any, *args: Any, **kwargs: Any) -> None:
+        stopping.set()
+        shutdown(self, *args, **kwargs)
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return not (stopping.is_set() and record.getMessage().startswith("AsyncLLM output_handler failed"))
+
+    MPClient.shutdown = announced
+    logging.getLogger("vllm.v1.engine.async_llm").addFilter(wanted)
 
 
 def expand_batch_to_tokens(

@@ -7,11 +7,19 @@ process. And it does nothing at all unless this process was started by `specdraf
 
 def register() -> None:
     """Install the plugin's patches when this process was asked to; harmless when called again."""
-    from vllm_specdraft.config import EngineConfig
+    from pathlib import Path
 
-    if EngineConfig.from_environment() is None:
+    from vllm_specdraft.config import EngineConfig, SettingsError
+
+    try:
+        config = EngineConfig.from_environment()
+    except SettingsError as error:
+        # One line in place of a traceback through vLLM, and an end that nothing catches by mistake.
+        raise SystemExit(f"specdraft: {error}") from None
+    if config is None:
         return
-    from vllm_specdraft import compat, patches
+    from vllm_specdraft import compat, failures, patches
 
+    failures.watch(Path(config.state_dir))
     compat.probe()
     patches.install()

@@ -24,6 +24,7 @@ class RunnerTap:
         num_speculative_tokens: int,
         policy_version: Callable[[], int],
         max_sample_tokens: int,
+        limit_bytes: int,
         deliver: Callable[[TapSample], object],
         step_began: Callable[[], None],
         step_ended: Callable[[], None],
@@ -35,8 +36,10 @@ class RunnerTap:
             num_speculative_tokens=num_speculative_tokens,
             policy_version=policy_version,
             max_sample_tokens=max_sample_tokens,
+            limit_bytes=limit_bytes,
             deliver=deliver,
         )
+        self._max_model_len = runner.model_config.max_model_len
         self._execute_model, self._sample_tokens = runner.execute_model, runner.sample_tokens
         runner.execute_model, runner.sample_tokens = self._on_execute, self._on_sample
 
@@ -79,6 +82,8 @@ class RunnerTap:
                     start=int(batch.num_computed_tokens_cpu[index]),
                     rows=slice(offset, offset + count),
                     num_drafts=len(drafts),
+                    prompt_ids=self._runner.requests[request_id].prompt_token_ids or (),
+                    refused=_refusal(self._runner.requests[request_id]),
                     sampled=(),
                 )
             )
@@ -98,5 +103,14 @@ class RunnerTap:
                 answer_ids=request.output_token_ids,
                 stop_ids=frozenset((params.stop_token_ids or ()) if params.ignore_eos else params.all_stop_token_ids),
                 max_answer_tokens=params.max_tokens,
+                max_total_tokens=self._max_model_len,
             )
         )
+
+
+def _refusal(request: Any) -> str | None:
+    """Why a request gives no sample: it is no text of the policy. None when it may give one."""
+    if request.prompt_token_ids is None or request.sampling_params is None or request.mm_features:
+        return "no_prompt_ids"
+    # An adapter makes another policy of the target: its states have another teacher.
+    return "adapter" if request.lora_request is not None else None

@@ -1,6 +1,7 @@
 """``specdraft serve``: turn one short command into a well-set vLLM server with the plugin, and become it.
 
-Imports neither torch nor vLLM: the settings must be in the environment before either is loaded.
+Everything that can be wrong is looked at first: an engine takes most of a minute to say so. Imports neither torch nor vLLM: the
+settings must be in the environment before either is loaded.
 """
 
 from __future__ import annotations
@@ -8,47 +9,58 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
-from vllm_specdraft import cpu
+from vllm_specdraft import cpu, embedded, engine_options, failures, preflight, security
+from vllm_specdraft import target as targets
 from vllm_specdraft.config import ENVIRONMENT, EngineConfig, SettingsError
+from vllm_specdraft.console import Console
+from vllm_specdraft.engine_options import EngineOptions
 
 PLUGIN = "specdraft"
+NAMED_ELSEWHERE = {"--model": "name the target right after `serve`"}
+"""Options of vLLM that would not do what they say, with the plugin and without."""
 REFUSED = {
-    "--model": "name the target right after `serve`",
     "--speculative-config": "the draft is ours: use --draft and --num-speculative-tokens",
     "-sc": "the draft is ours: use --draft and --num-speculative-tokens",
     "--worker-extension-cls": "the plugin is one",
-    "--tensor-parallel-size": "one worker so far",
-    "-tp": "one worker so far",
-    "--pipeline-parallel-size": "one worker so far",
-    "-pp": "one worker so far",
-    "--data-parallel-size": "one worker so far",
-    "-dp": "one worker so far",
+    "--pipeline-parallel-size": "tensor parallelism only so far",
+    "-pp": "tensor parallelism only so far",
+    "--data-parallel-size": "tensor parallelism only so far",
+    "-dp": "tensor parallelism only so far",
+    "--nnodes": "one machine so far",
     "--no-enforce-eager": "a compiled draft would keep the weights it was compiled with",
     "--async-scheduling": "the taps read sampled tokens after each step",
+    "--headless": "the routes are in the API server",
+    "--grpc": "the routes are in the HTTP server",
+    "--api-server-count": "one API server publishes the drafts",
+    "-asc": "one API server publishes the drafts",
 }
 """Options of vLLM that contradict the plugin, and why."""
 LARGEST_BATCH = 1 << 20
 WORKER_EXTENSION = "vllm_specdraft.worker.SpecdraftWorker"
+KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """A server process: what to run and with which environment, and lines for the user."""
 
+    target: str
     argv: list[str]
     environment: dict[str, str]
     notes: list[str]
+    warnings: list[str] = field(default_factory=list)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,41 +81,161 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="peak learning rate of the draft (default: 1e-3)")
     parser.add_argument("--kv-gib", type=int, help="KV cache of the CPU engine, in GiB (default: by free memory)")
     parser.add_argument("--state-dir", type=Path, help="directory of the status file (default: a new temporary one)")
+    parser.add_argument(
+        "--checkpoint-dir", type=Path, help="keep what is learned there, across restarts (default: it ends with the server)"
+    )
+    parser.add_argument(
+        "--checkpoint-seconds", type=float, default=60.0, metavar="S", help="time between two of them while learning (default: 60)"
+    )
     parser.add_argument("--plain", action="store_true", help="the stock engine with the same settings: no plugin, no draft")
+    parser.add_argument(
+        "--insecure", action="store_true", help="allow a --host that other machines reach without an --api-key (default: refused)"
+    )
 
 
-def build(target: Path, args: argparse.Namespace, extra: Sequence[str], draft: Path | None, environ: Mapping[str, str]) -> Command:
-    """The server command for parsed options, vLLM's options `extra`, and a draft directory (None with ``--plain``)."""
-    options = ["--model", str(target), *extra]
+def prepare(args: argparse.Namespace, extra: Sequence[str], *, own: Sequence[str], console: Console) -> Command:
+    """Check everything that can be checked before an engine runs, make what is missing, and build the command.
+
+    Args:
+        args: our options, and `target` (None: the embedded model).
+        extra: options for vLLM.
+        own: names of our options, for what may have been meant by an unknown one.
+
+    Raises `SettingsError` or `BridgeError` in words for the user. The quick checks come first.
+    """
+    options = engine_options.read(extra)
+    check_ranges(args)
+    for refused in (NAMED_ELSEWHERE, {} if args.plain else REFUSED):
+        _refuse_contradictions(options, refused)
+    engine_options.refuse_unknown(options, own)
+    warning = security.refuse_open_bind(
+        host=options.host, uds=options.uds, keys=security.keys_of(options.api_keys, os.environ), insecure=args.insecure
+    )
+    if options.uds:
+        preflight.check_unix_socket(options.uds)
+    else:
+        preflight.check_port(options.host, options.port)
+    for name in ("state_dir", "checkpoint_dir"):
+        if (directory := getattr(args, name)) is not None:
+            preflight.check_writable(f"--{name.replace('_', '-')}", directory)
+
+    directory = args.target or _default_target(console)
+    # A plain server may be given the name of a model that vLLM fetches itself.
+    target = None if args.plain and not directory.exists() and not directory.is_absolute() else targets.read(directory)
+    draft, draft_parameters = None, 0
+    if not args.plain and target is not None:
+        draft = _draft_for(target, args, console)
+        draft_parameters = _check_fit(draft, target, args, console)
+    command = build(directory, args, options, draft, os.environ)
+    if _on_cpu() and target is not None:
+        kv_gib = int(command.environment.get(KV_VARIABLE) or os.environ[KV_VARIABLE])
+        need = preflight.MemoryNeed(
+            target=preflight.weights_bytes(target.parameters, options.dtype),
+            draft=preflight.draft_bytes(draft_parameters, learns=not args.no_learn),
+            kv_cache=kv_gib * preflight.GIB * options.tensor_parallel_size,
+            replay=0 if args.plain else int(args.replay_mb * 1e6),
+        )
+        preflight.check_memory(need, preflight.available_bytes())
+    if warning is not None:
+        command.warnings.append(warning)
+    return command
+
+
+def check_ranges(args: argparse.Namespace) -> None:
+    """Raise `SettingsError` for one of our options that is out of range."""
+    for name in ("num_speculative_tokens", "slice_ms", "replay_mb", "learning_rate", "kv_gib", "checkpoint_seconds"):
+        value = getattr(args, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise SettingsError(f"--{name.replace('_', '-')} is {value}, must be above 0")
+    if args.speculate_up_to is not None and args.speculate_up_to < 0:
+        raise SettingsError(f"--speculate-up-to is {args.speculate_up_to}, must be a batch size, or 0 for no limit")
+    space = os.environ.get(KV_VARIABLE)
+    if space is not None and args.kv_gib is None and (not space.isdecimal() or int(space) < 1):
+        raise SettingsError(f"{KV_VARIABLE} is {space!r} in the environment, needs a whole number of GiB; or use --kv-gib")
+
+
+def _default_target(console: Console) -> Path:
+    if embedded.is_converted():
+        return embedded.ensure()
+    with console.working(f"converting the default model, {embedded.NAME}, once"):
+        return embedded.ensure()
+
+
+def _draft_for(target: targets.Target, args: argparse.Namespace, console: Console) -> Path:
+    """The draft to begin with: what an earlier server kept, the one named, or one made now."""
+    from vllm_specdraft import drafts, learner_state
+
+    targets.check_shapes(target)
+    if args.checkpoint_dir is not None and (kept := learner_state.served_draft(args.checkpoint_dir)) is not None:
+        return kept
+    if args.draft != "auto":
+        return Path(args.draft)
+    with console.working(f"the first draft of {target.directory.name} (made once)"):
+        return drafts.auto(target.directory)
+
+
+def _check_fit(draft: Path, target: targets.Target, args: argparse.Namespace, console: Console) -> int:
+    """The draft's number of parameters, when it and what was learned before fit this target; says what that was."""
+    from trainer_bridge.draft import checkpoint
+    from vllm_specdraft import fit, learner_state
+
+    parameters = fit.check(draft, target.config)
+    if args.checkpoint_dir is not None:
+        saved = learner_state.read(args.checkpoint_dir, learner_state.identity_of(checkpoint.read_config(draft)))
+        if saved is not None:
+            steps, seconds = saved.progress["steps"], saved.progress["seconds"]
+            console.line(
+                f"going on from {args.checkpoint_dir}: draft {saved.draft_version}, {steps} steps, {seconds:.0f} s learned"
+            )
+    return parameters
+
+
+def build(
+    target: Path, args: argparse.Namespace, options: EngineOptions, draft: Path | None, environ: Mapping[str, str]
+) -> Command:
+    """The server command for our options, vLLM's options, and a draft directory (None with ``--plain``)."""
+    words = ["--model", str(target), *options.words]
     on_cpu = _on_cpu()
-    # vLLM takes underscores in the names of options, too.
-    given = {option.partition("=")[0].replace("_", "-") for option in extra if option.startswith("--")}
 
     def default(name: str, *values: str) -> None:
-        if name not in given:
-            options.extend([name, *values])
+        if name not in options.names:
+            words.extend([name, *values])
 
-    default("--host", "127.0.0.1")
+    default("--host", engine_options.LOOPBACK)
     environment: dict[str, str] = {}
     notes: list[str] = []
     if on_cpu:
-        settings = cpu.choose(environ, kv_gib=args.kv_gib)
+        settings = cpu.choose(environ, kv_gib=args.kv_gib, ranks=options.tensor_parallel_size)
         environment |= settings.environment
         notes += [f"  {name:28} {value}" for name, value in settings.notes.items()]
         default("--dtype", "float32")
-        if "--no-enforce-eager" not in given:
+        if "--no-enforce-eager" not in options.names:
             default("--enforce-eager")
     if args.plain:
         wanted = environ["VLLM_PLUGINS"].split(",") if "VLLM_PLUGINS" in environ else sorted(_plugin_names())
         environment["VLLM_PLUGINS"] = ",".join(name for name in wanted if name != PLUGIN)
-        return Command(argv=_entry(options), environment=environment, notes=notes)
+        return Command(target=str(target), argv=_entry(words), environment=environment, notes=notes)
     assert draft is not None
-    _refuse_contradictions(extra)
     limit = args.speculate_up_to if args.speculate_up_to is not None else (4 if on_cpu else 0)
     speculative = _speculative_config(draft, tokens=args.num_speculative_tokens, limit=limit)
-    options += ["--speculative-config", json.dumps(speculative), "--worker-extension-cls", WORKER_EXTENSION]
+    words += ["--speculative-config", json.dumps(speculative), "--worker-extension-cls", WORKER_EXTENSION]
+    # Last, and so outermost: it sees every request first.
+    words += ["--middleware", security.GUARD]
+    environment |= _plugin_environment(args, draft, environ)
+    notes += [
+        f"  {'draft':28} {draft} ({speculative['method']}, {args.num_speculative_tokens} tokens a step)",
+        f"  {'speculation':28} {f'batches up to {limit} in full, up to {2 * limit} one token' if limit else 'always'}",
+        f"  {'learning':28} {'off' if args.no_learn else f'in idle windows, slices of at most {args.slice_ms:g} ms'}",
+        f"  {'access':28} {_access(options, environ)}",
+    ]
+    return Command(target=str(target), argv=_entry(words), environment=environment, notes=notes)
+
+
+def _plugin_environment(args: argparse.Namespace, draft: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """What makes vLLM's processes load and configure the plugin."""
     state_dir = args.state_dir or new_state_dir()
     state_dir.mkdir(parents=True, exist_ok=True)
+    failures.forget(state_dir)
     engine = EngineConfig(
         draft_dir=str(draft),
         state_dir=str(state_dir),
@@ -113,32 +245,34 @@ def build(target: Path, args: argparse.Namespace, extra: Sequence[str], draft: P
         slice_ms=args.slice_ms,
         replay_bytes=int(args.replay_mb * 1e6),
         learning_rate=args.learning_rate,
+        checkpoint_dir=str(args.checkpoint_dir.absolute()) if args.checkpoint_dir is not None else None,
+        checkpoint_interval_s=args.checkpoint_seconds,
     )
-    environment[ENVIRONMENT] = engine.to_json()
-    # The other runner has other classes and states: our taps would tap nothing there.
-    environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     wanted = environ.get("VLLM_PLUGINS", "").split(",") if "VLLM_PLUGINS" in environ else sorted(_plugin_names())
-    # vLLM loads HTTP plugins only when they are named; naming ours must not switch the others off.
-    environment["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*filter(None, wanted), PLUGIN]))
-    notes += [
-        f"  {'draft':28} {draft} ({speculative['method']}, {args.num_speculative_tokens} tokens a step)",
-        f"  {'speculation':28} {f'batches up to {limit} in full, up to {2 * limit} one token' if limit else 'always'}",
-        f"  {'learning':28} {'off' if args.no_learn else f'in idle windows, slices of at most {args.slice_ms:g} ms'}",
-    ]
-    return Command(argv=_entry(options), environment=environment, notes=notes)
+    return {
+        ENVIRONMENT: engine.to_json(),
+        # The other runner has other classes and states: our taps would tap nothing there.
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        # vLLM loads HTTP plugins only when they are named; naming ours must not switch the others off.
+        "VLLM_PLUGINS": ",".join(dict.fromkeys([*filter(None, wanted), PLUGIN])),
+    }
 
 
-def _refuse_contradictions(extra: Sequence[str]) -> None:
-    """Raise `SettingsError` for the first vLLM option that contradicts the plugin."""
-    for option in extra:
-        if (reason := REFUSED.get(option.partition("=")[0].replace("_", "-"))) is not None:
-            raise SettingsError(f"{option} does not go with specdraft ({reason}); leave it out, or serve with --plain")
+def _access(options: EngineOptions, environ: Mapping[str, str]) -> str:
+    place = options.uds or f"{options.host or 'all interfaces'}, port {options.port}"
+    keys = security.keys_of(options.api_keys, environ)
+    return f"{place}; {'what changes something needs the API key' if keys else 'no API key'}"
+
+
+def _refuse_contradictions(options: EngineOptions, refused: Mapping[str, str]) -> None:
+    """Raise `SettingsError` for the first option of vLLM that is among the `refused`, on the command line or in a file."""
+    for name in sorted(options.names & refused.keys()):
+        plain = ", or serve with --plain" if refused is REFUSED else ""
+        raise SettingsError(f"{name} does not go with specdraft ({refused[name]}); leave it out{plain}")
 
 
 def _speculative_config(draft: Path, *, tokens: int, limit: int) -> dict[str, object]:
     """vLLM's speculative config for a draft checkpoint; `limit`: largest batch drafted for in full, 0 for all."""
-    if limit < 0:
-        raise SettingsError(f"--speculate-up-to is {limit}, must be a batch size, or 0 for no limit")
     config: dict[str, object] = {
         "method": _method_of(json.loads((draft / "config.json").read_text())),
         "model": str(draft),

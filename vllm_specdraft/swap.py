@@ -8,12 +8,14 @@ a check of the functions they became, and any exception puts the old draft back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from vllm_specdraft.shards import local_weight
 
 
 class SwapError(RuntimeError):
@@ -49,27 +51,32 @@ class DraftSwap:
         """The drafter's module as vLLM runs it."""
         return self._runner.drafter.model
 
-    def apply(self, state: Mapping[str, torch.Tensor]) -> None:
+    def apply(self, state: Mapping[str, torch.Tensor], agree: Callable[[bool], bool] = bool) -> None:
         """Serve `state` (checkpoint names and shapes) from the next step on.
+
+        Args:
+            agree: whether the swap succeeded on every rank, given whether it did here; called once, whatever happened.
 
         Raises `SwapError`, or whatever vLLM raised; then the old draft is back and the target was never written.
         """
         before = _fingerprint(self._target)
         shared = self._detach_shared()
         snapshot = _Snapshot(self.model)
+        failure: BaseException | None = None
         try:
             with torch.no_grad():
                 self._reload(state)
                 self._check(state)
-        except BaseException:
-            snapshot.restore()
-            raise
+        except BaseException as error:  # noqa: BLE001 - raised again below, once every rank knows of it
+            failure = error
         finally:
             for parent, name, module in shared:
                 parent._modules[name] = module
         if _fingerprint(self._target) != before:
+            failure = SwapError("the swap touched the target's weights; the old draft is back, restart the engine")
+        if not agree(failure is None):
             snapshot.restore()
-            raise SwapError("the swap touched the target's weights; the old draft is back, restart the engine")
+            raise failure or SwapError("another rank refused the draft; the old one is back on all")
 
     def _detach_shared(self) -> list[tuple[nn.Module, str, nn.Module]]:
         """Take modules that are the target's own objects out of the draft's tree."""
@@ -94,11 +101,20 @@ class DraftSwap:
             finalize_layerwise_reload(self.model, config.speculative_config.draft_model_config)
 
     def _check(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Every linear function of the served draft must equal the loaded weights on fixed inputs, every vector its value."""
+        """Every linear function of the served draft must equal the loaded weights on fixed inputs, every vector its value.
+
+        What no tensor of `state` was meant for keeps old weights, or none: it raises, by name.
+        """
         generator = torch.Generator().manual_seed(0)
-        for name, module, weight in _functions(self.model, state):
+        used: set[str] = set()
+        for name, module, keys in _functions(self.model):
+            if absent := [key for key in keys if key not in state]:
+                raise SwapError(f"nothing was loaded into {name}: the draft has no {', '.join(absent)}")
+            used.update(keys)
+            weight = local_weight(module, [state[key] for key in keys])
             x = torch.randn(3, weight.shape[1], generator=generator)
-            found = module.quant_method.apply(module, x, None)
+            # The engine pads a head to a multiple of 64 tokens.
+            found = module.quant_method.apply(module, x, None)[:, : weight.shape[0]]
             wanted = F.linear(x, weight.to(x.dtype))
             error = float((found - wanted).abs().max())
             if not error <= 1e-4 * max(1.0, float(wanted.abs().max())):
@@ -106,8 +122,15 @@ class DraftSwap:
         for name, value in self.model.named_parameters():
             key = _checkpoint_name(name)
             # An empty one is a weight that was packed away; its function was checked above.
-            if value.numel() and key in state and not torch.equal(value.data, state[key].to(value.dtype)):
+            if not value.numel() or key in used or _fused_into(key):
+                continue
+            if key not in state:
+                raise SwapError(f"nothing was loaded into {name}: the draft has no {key}")
+            used.add(key)
+            if not torch.equal(value.data[: len(state[key])], state[key].to(value.dtype)):
                 raise SwapError(f"after the swap {name} does not hold the loaded values")
+        if missed := sorted(key for key, value in state.items() if value.dim() == 2 and key not in used):
+            raise SwapError(f"no served layer takes {missed}")
 
 
 def _checkpoint_name(name: str) -> str:
@@ -118,20 +141,18 @@ def _checkpoint_name(name: str) -> str:
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
-def _functions(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Any, torch.Tensor]]:
-    """Name, served module and the weight ``[out, in]`` it should apply, for every linear layer. All tensors must be used."""
-    used: set[str] = set()
+def _fused_into(key: str) -> tuple[str, ...]:
+    """Checkpoint names of the parts of a fused weight, in the order they are laid; empty for a weight that is not fused."""
+    *path, layer, leaf = ["", *key.split(".")]
+    return tuple(".".join([*path[1:], part, leaf]) for part in _FUSED.get(layer, ()))
+
+
+def _functions(model: nn.Module) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+    """Name, served module and the checkpoint names of its weight's rows, for every linear layer of the draft."""
     for name, module in model.named_modules():
-        if not hasattr(module, "quant_method") or not hasattr(module, "weight"):
-            continue
-        *path, leaf = _checkpoint_name(name).split(".")
-        keys = [".".join([*path, part, "weight"]) for part in _FUSED.get(leaf, (leaf,))]
-        if all(key in state for key in keys):
-            used.update(keys)
-            yield name, module, torch.cat([state[key] for key in keys])
-    missed = sorted(key for key, value in state.items() if value.dim() == 2 and key not in used)
-    if missed:
-        raise SwapError(f"no served layer takes {missed}")
+        if hasattr(module, "quant_method") and hasattr(module, "weight"):
+            key = f"{_checkpoint_name(name)}.weight"
+            yield name, module, _fused_into(key) or (key,)
 
 
 def _fingerprint(model: nn.Module) -> list[tuple]:

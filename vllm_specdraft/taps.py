@@ -2,7 +2,8 @@
 
 The runner's forward sees, per request, the last accepted token followed by draft tokens; the sampler then says how many of
 them stand. Rows of rejected drafts are never copied. A row is stored at its absolute position, so chunked prefill, preemption
-and resumption need no cases of their own: a position computed again is written again.
+and resumption need no cases of their own: a position computed again is written again. Positions that a prefix-cache hit
+spared the engine are filled from whoever computed them (`vllm_specdraft.prefixes`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import dataclass, field
 import torch
 
 from trainer_bridge.taps import TapSample
+from vllm_specdraft.acceptance import AcceptanceLog
+from vllm_specdraft.prefixes import BLOCK_TOKENS, PrefixChain, PrefixIndex
 
 
 def _group_of(prompt_ids: Sequence[int]) -> str:
@@ -25,25 +28,35 @@ def _group_of(prompt_ids: Sequence[int]) -> str:
 class _Rows:
     """Growing row store of one request: taps and final state side by side, and which positions are known."""
 
-    def __init__(self, width: int) -> None:
-        self._data = torch.empty(256, width)
-        self._known = torch.zeros(256, dtype=torch.bool)
+    def __init__(self, width: int, limit: int, chain: PrefixChain) -> None:
+        """`limit`: positions from this one on are not kept."""
+        self._data = torch.empty(min(256, limit), width)
+        self._known = torch.zeros(self._data.shape[0], dtype=torch.bool)
+        self._limit = limit
+        self.chain = chain
+        self.indexed = 0
+        """Blocks of the prompt that the prefix index knows of."""
 
     def write(self, start: int, rows: torch.Tensor) -> None:
+        rows = rows[: max(0, self._limit - start)]
         stop = start + rows.shape[0]
         if stop > self._data.shape[0]:
-            capacity = max(stop, 2 * self._data.shape[0])
+            capacity = min(self._limit, max(stop, 2 * self._data.shape[0]))
             data, known = torch.empty(capacity, self._data.shape[1]), torch.zeros(capacity, dtype=torch.bool)
             data[: self._data.shape[0]], known[: self._known.shape[0]] = self._data, self._known
             self._data, self._known = data, known
         self._data[start:stop] = rows
         self._known[start:stop] = True
 
-    def take(self, count: int) -> torch.Tensor | None:
+    def first_rows(self, count: int) -> torch.Tensor | None:
         """Rows ``0..count-1``, or None when one of them was never seen."""
         if count > self._data.shape[0] or not bool(self._known[:count].all()):
             return None
         return self._data[:count].clone()
+
+    @property
+    def nbytes(self) -> int:
+        return self._data.numel() * self._data.element_size()
 
 
 @dataclass(kw_only=True)
@@ -57,6 +70,9 @@ class StepRows:
     """Rows of the step's flat batch that belong to the request, drafts included."""
     num_drafts: int
     """Draft tokens among them, at the end."""
+    prompt_ids: Sequence[int]
+    refused: str | None = None
+    """Why the request cannot be tapped, as it is counted; None when it can."""
     sampled: Sequence[int]
     """Tokens that stand after this step: accepted drafts and the bonus token; empty while the prompt is prefilled."""
 
@@ -71,6 +87,8 @@ class FinishedRequest:
     stop_ids: frozenset[int]
     """Token ids that end an answer: what follows the first one inside an accepted run was never returned."""
     max_answer_tokens: int | None
+    max_total_tokens: int | None = None
+    """Longest prompt and answer together that the engine serves."""
 
 
 @dataclass
@@ -97,15 +115,31 @@ class EngineTap:
         num_speculative_tokens: int,
         policy_version: Callable[[], int],
         max_sample_tokens: int = 1 << 20,
+        limit_bytes: int = 1 << 40,
         deliver: Callable[[TapSample], object],
     ) -> None:
+        """`limit_bytes`: bound of the rows of running requests; requests that start beyond it are not tapped."""
         self.tap_layers = tuple(tap_layers)
+        self.enabled = True
+        """False: requests that start now are not tapped. Acceptance is counted all the same."""
         self.counters = TapCounters(per_position=[0] * num_speculative_tokens)
+        self.acceptance = AcceptanceLog()
         self.dropped: Counter[str] = Counter()
+        self.filled_rows = 0
+        """Prompt rows that came from another request."""
+        self.cut_samples = 0
+        """Samples of which only the first `max_sample_tokens` tokens were kept."""
         self._policy_version, self._deliver = policy_version, deliver
-        self._max_sample_tokens = max_sample_tokens
+        self._max_sample_tokens, self._limit_bytes = max_sample_tokens, limit_bytes
+        self._prefixes = PrefixIndex()
         self._rows: dict[str, _Rows] = {}
+        self._untapped: dict[str, str] = {}
         self._versions: dict[str, int] = {}
+
+    @property
+    def running_bytes(self) -> int:
+        """Bytes of the rows of running requests."""
+        return sum(store.nbytes for store in self._rows.values())
 
     def step(self, parts: Sequence[StepRows], taps: Sequence[torch.Tensor], final: torch.Tensor) -> None:
         """Store the rows that stand after one engine step.
@@ -115,18 +149,62 @@ class EngineTap:
             taps: per tap layer ``[tokens, hidden]``, the step's flat batch.
             final: ``[tokens, hidden]``, after the target's final norm.
         """
+        holes: list[StepRows] = []
         for part in parts:
             self._count(part)
+            if part.request_id in self._untapped or part.start >= self._max_sample_tokens:
+                if part.request_id not in self._rows:
+                    self._untapped.setdefault(part.request_id, "prompt_too_long")
+                continue
             standing = part.rows.stop - part.rows.start - part.num_drafts
             if part.num_drafts:
                 standing += max(0, len(part.sampled) - 1)
             rows = slice(part.rows.start, part.rows.start + standing)
-            joined = torch.cat([*(tap[rows] for tap in taps), final[rows]], -1).float()
             store = self._rows.get(part.request_id)
             if store is None:
-                store = self._rows[part.request_id] = _Rows(joined.shape[1])
-                self._versions[part.request_id] = self._policy_version()
-            store.write(part.start, joined)
+                store = self._open(part, width=sum(tap.shape[1] for tap in taps) + final.shape[1])
+                if store is None:
+                    continue
+                if part.start:
+                    holes.append(part)
+            store.write(part.start, torch.cat([*(tap[rows] for tap in taps), final[rows]], -1).float())
+            if not holes or holes[-1] is not part:
+                self._index(store, min(part.start + standing, len(part.prompt_ids)))
+        # After all rows are there: a sibling of the same step may have computed what a hit spared this one.
+        for part in holes:
+            self._fill(part)
+
+    def _open(self, part: StepRows, width: int) -> _Rows | None:
+        """A store for a request that starts, or None when it is not tapped."""
+        refused = part.refused or (None if self.enabled else "taps_off")
+        if refused is None and self.running_bytes > self._limit_bytes:
+            refused = "tap_memory"
+        if refused is not None:
+            self._untapped[part.request_id] = refused
+            return None
+        version = self._policy_version()
+        store = _Rows(width, self._max_sample_tokens, PrefixChain(version, part.prompt_ids))
+        self._rows[part.request_id], self._versions[part.request_id] = store, version
+        return store
+
+    def _fill(self, part: StepRows) -> None:
+        store = self._rows[part.request_id]
+        found = self._prefixes.find(store.chain, part.start)
+        if found is None:
+            # Without these rows nothing of the request can be learned from.
+            del self._rows[part.request_id]
+            self._untapped[part.request_id] = "hole"
+            return
+        store.write(0, found)
+        self.filled_rows += part.start
+        self._index(store, min(part.start, len(part.prompt_ids)))
+
+    def _index(self, store: _Rows, known: int) -> None:
+        """Let the prefix index know of the prompt's blocks among the first `known` rows."""
+        if known // BLOCK_TOKENS > store.indexed:
+            keys = store.chain.keys_until(known)
+            self._prefixes.add(keys[store.indexed :], store)
+            store.indexed = len(keys)
 
     def _count(self, part: StepRows) -> None:
         counters = self.counters
@@ -137,18 +215,27 @@ class EngineTap:
         counters.draft_steps += 1
         counters.drafted_tokens += part.num_drafts
         counters.accepted_tokens += accepted
+        self.acceptance.step(part.request_id, accepted)
         for position in range(min(accepted, len(counters.per_position))):
             counters.per_position[position] += 1
 
     def discard(self, request_id: str) -> None:
-        """The request ended and gives no sample."""
-        self._rows.pop(request_id, None)
+        """The request ended, and nothing is known of it that a sample needs."""
+        self.acceptance.finish(request_id)
         self._versions.pop(request_id, None)
+        if (reason := self._untapped.pop(request_id, None)) is not None:
+            self.dropped[reason] += 1
+        if self._rows.pop(request_id, None) is not None:
+            self.dropped["no_prompt_ids"] += 1
 
     def finish(self, request: FinishedRequest) -> TapSample | None:
         """The request ended: build its sample and deliver it. None when it gave none (counted in `dropped`)."""
+        self.acceptance.finish(request.request_id)
         rows = self._rows.pop(request.request_id, None)
         version = self._versions.pop(request.request_id, -1)
+        untapped = self._untapped.pop(request.request_id, None)
+        if untapped is not None:
+            self.dropped[untapped] += 1
         if rows is None:
             return None
         answer = self._returned(request)
@@ -160,19 +247,28 @@ class EngineTap:
             self.dropped["policy_changed"] += 1
             return None
         # The first rows of a long answer need no later ones.
-        ids = torch.tensor([*request.prompt_ids, *answer][: self._max_sample_tokens])
+        whole = [*request.prompt_ids, *answer]
+        ids = torch.tensor(whole[: self._max_sample_tokens])
         if len(ids) <= len(request.prompt_ids):
             self.dropped["prompt_too_long"] += 1
             return None
-        taken = rows.take(len(ids) - 1)
+        taken = rows.first_rows(len(ids) - 1)
         if taken is None:
-            # A prefix-cache hit: the engine never computed the first rows of this prompt.
             self.dropped["hole"] += 1
             return None
-        hidden = taken.shape[1] // (len(self.tap_layers) + 1)
+        self.cut_samples += len(ids) < len(whole)
+        sample = self._sample(request, version, ids, taken)
+        # A next turn's prompt may be this prompt and answer.
+        chain = PrefixChain(version, ids.tolist())
+        self._prefixes.add(chain.keys_until(len(ids) - 1), sample)
+        self._deliver(sample)
+        return sample
+
+    def _sample(self, request: FinishedRequest, version: int, ids: torch.Tensor, rows: torch.Tensor) -> TapSample:
+        hidden = rows.shape[1] // (len(self.tap_layers) + 1)
         mask = torch.zeros(len(ids), dtype=torch.bool)
         mask[len(request.prompt_ids) :] = True
-        sample = TapSample(
+        return TapSample(
             request_id=request.request_id,
             group_id=_group_of(request.prompt_ids),
             policy_version=version,
@@ -180,18 +276,21 @@ class EngineTap:
             positions=torch.arange(len(ids)),
             loss_mask=mask,
             tap_layers=self.tap_layers,
-            taps=taken[:, :-hidden].contiguous(),
-            final=taken[:, -hidden:].contiguous(),
+            taps=rows[:, :-hidden].contiguous(),
+            final=rows[:, -hidden:].contiguous(),
             final_is_normed=True,
         )
-        self._deliver(sample)
-        return sample
 
     def _returned(self, request: FinishedRequest) -> list[int]:
-        """Answer tokens up to the end the scheduler saw: the worker's own list may run on inside an accepted run."""
+        """Answer tokens up to the end the scheduler saw: the worker's own list may run on inside an accepted run.
+
+        What runs on behind a stop string stays: the worker knows no text, and these tokens were sampled from the target too.
+        """
         answer = list(request.answer_ids)
         if request.max_answer_tokens is not None:
             answer = answer[: request.max_answer_tokens]
+        if request.max_total_tokens is not None:
+            answer = answer[: max(0, request.max_total_tokens - len(request.prompt_ids))]
         for index, token in enumerate(answer):
             if token in request.stop_ids:
                 return answer[: index + 1]

@@ -1,6 +1,7 @@
 """The worker's side: an extension class whose methods vLLM can call, and the agent behind it.
 
-Everything here runs in the worker's main thread: between two messages, or inside one.
+Everything here runs in the worker's main thread: between two messages, or inside one. With tensor parallelism the first rank
+has the `WorkerAgent`, which taps, learns and decides; the others have a `FollowerAgent`, which only swaps what it is given.
 """
 
 from __future__ import annotations
@@ -15,32 +16,51 @@ import torch
 from trainer_bridge.draft import checkpoint, registry
 from trainer_bridge.draft.interface import FrozenTarget
 from trainer_bridge.errors import BridgeError
-from vllm_specdraft import compat, status
+from vllm_specdraft import compat, learner_state, report, status
 from vllm_specdraft.config import EngineConfig
-from vllm_specdraft.gate import Verdict
+from vllm_specdraft.gate import Probation, probation
 from vllm_specdraft.idle import IdleMonitor, IdleState
 from vllm_specdraft.learner import Learner
+from vllm_specdraft.learner_state import Checkpointer
+from vllm_specdraft.ranks import Ranks
 from vllm_specdraft.replay import Replay
 from vllm_specdraft.runner_tap import RunnerTap
+from vllm_specdraft.slots import DraftSlots, Wanted
 from vllm_specdraft.swap import DraftSwap, target_digest
 
 logger = logging.getLogger(__name__)
 
 STATUS_INTERVAL_S = 0.3
+TAP_SHARE = 0.25
+"""Rows of running requests may take this share of the replay's bytes, on top of them."""
+CLOSE_S = 4.0
+"""Longest that the end of the process waits for its last checkpoint, in seconds."""
 
 
 class SpecdraftWorker:
     """Mixed into vLLM's worker class (``--worker-extension-cls``); all names carry our prefix."""
 
-    specdraft_agent: WorkerAgent
+    specdraft_agent: WorkerAgent | FollowerAgent
 
-    def specdraft_start(self) -> WorkerAgent:
+    def specdraft_start(self) -> WorkerAgent | FollowerAgent:
         """Build the agent once the models are loaded. Called by the patched worker loop."""
         config = EngineConfig.from_environment()
         if config is None:
             raise RuntimeError("specdraft's worker extension is set but SPECDRAFT_CONFIG is not: use `specdraft serve`")
-        compat.check_engine(self.model_runner)  # type: ignore[attr-defined]
-        self.specdraft_agent = WorkerAgent(self.model_runner, config)  # type: ignore[attr-defined]
+        runner = self.model_runner  # type: ignore[attr-defined]
+        compat.check_engine(runner)
+        ranks = Ranks()
+        vocab_size = runner.model_config.get_vocab_size()
+        target = runner.get_model()
+        # Collectives: every rank takes part.
+        embedding = ranks.gather_rows(target.model.embed_tokens.weight.detach(), vocab_size)
+        head = embedding
+        if target.lm_head is not target.model.embed_tokens:
+            head = ranks.gather_rows(target.lm_head.weight.detach(), vocab_size)
+        if ranks.leads:
+            self.specdraft_agent = WorkerAgent(runner, config, ranks, FrozenTarget(embedding=embedding, head=head))
+        else:
+            self.specdraft_agent = FollowerAgent(runner, ranks)
         return self.specdraft_agent
 
     def specdraft_swap(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -52,56 +72,99 @@ class SpecdraftWorker:
         return self.specdraft_agent.control(request)
 
 
-class WorkerAgent:
-    """Taps, replay, learner, idle window and draft slots of one worker."""
+class FollowerAgent:
+    """A tensor-parallel rank that serves what the first rank decides."""
 
-    def __init__(self, runner: Any, config: EngineConfig) -> None:
+    def __init__(self, runner: Any, ranks: Ranks) -> None:
+        self._ranks, self._swapper = ranks, DraftSwap(runner)
+
+    def wait_s(self) -> float:
+        """How long to wait for a message: there is nothing else to do."""
+        return 3600.0
+
+    def window_open(self) -> None:
+        """Nothing: only the first rank learns."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def swap(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Serve the draft that the first rank names."""
+        with torch.inference_mode(False):
+            wanted = self._ranks.share(dict)
+            self._swapper.apply(wanted["state"], self._ranks.all_agree)
+        return {}
+
+    def control(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The first rank answers."""
+        return {}
+
+
+class WorkerAgent:
+    """Taps, replay, learner, idle window and draft slots of one engine."""
+
+    def __init__(self, runner: Any, config: EngineConfig, ranks: Ranks, target: FrozenTarget) -> None:
         self.config = config
+        self._ranks = ranks
         self._state_dir = Path(config.state_dir)
         self._model_config = checkpoint.read_config(Path(config.draft_dir))
-        self._kind = registry.of_config(self._model_config)
+        self.kind = registry.of_config(self._model_config)
         state = checkpoint.read_state(Path(config.draft_dir))
-        target_model = runner.get_model()
-        vocab_size = runner.model_config.get_vocab_size()
-        embedding = target_model.model.embed_tokens.weight.detach()[:vocab_size]
-        head = target_model.lm_head.weight.detach()[:vocab_size]
-        self.replay = Replay(limit_bytes=config.replay_bytes, held_out_share=config.held_out_share, seed=config.seed)
+        saved = None
+        if config.checkpoint_dir is not None:
+            saved = learner_state.read(Path(config.checkpoint_dir), learner_state.identity_of(self._model_config))
+        self.replay = Replay(
+            limit_bytes=config.replay_bytes,
+            held_out_share=config.held_out_share,
+            seed=config.seed,
+            long_quota=config.long_quota,
+        )
         with torch.random.fork_rng(devices=[]):
             # The engine draws unseeded samples from the global generator.
             self.learner = Learner(
-                kind=self._kind,
+                kind=self.kind,
                 model_config=self._model_config,
                 state=state,
-                target=FrozenTarget(embedding=embedding, head=head),
+                target=target,
                 replay=self.replay,
                 config=config,
+                resumed=saved,
             )
+        version = int(self._model_config.get(learner_state.VERSION_KEY, 0))
+        self.slots = DraftSlots(state, version=version, rollbacks=saved.rollbacks if saved else 0)
         self.swapper = DraftSwap(runner)
         self.idle = IdleMonitor(config.cool_ms / 1e3)
         self.policy_version = config.policy_version
-        self.draft_version = 0
-        self._served_state = state
-        self._draft_digest = checkpoint.digest_of(state)
-        self._target_digest = target_digest(target_model)
-        self._target_model = target_model
-        self._publishes: list[dict[str, Any]] = []
-        self._last_error: str | None = None
-        self._learning_stopped: str | None = None
+        self._target_model = runner.get_model()
+        self.target_digest = target_digest(self._target_model)
+        self.checkpointer = self._checkpointer()
+        self.last_error: str | None = None
+        self.learning_stopped: str | None = None
+        self.rollback_wanted: int | None = None
+        self._on_probation = self._round_open = self._served_unsaved = False
+        self._saved_steps = self.learner.progress.steps
         self._status_due = 0.0
         self._step_began = 0.0
-        self._engine_steps, self._engine_step_seconds = 0, 0.0
-        self._window: list[tuple[int, int]] = []
+        self.engine_steps, self.engine_step_seconds = 0, 0.0
+        self.recent = report.RecentAcceptance()
         self.tap = RunnerTap(
             runner,
             tap_layers=self._model_config["eagle_aux_hidden_state_layer_ids"],
             num_speculative_tokens=config.num_speculative_tokens,
             policy_version=lambda: self.policy_version,
             max_sample_tokens=config.max_sample_tokens,
+            limit_bytes=int(TAP_SHARE * config.replay_bytes),
             deliver=self.replay.add,
             step_began=self._on_step_began,
             step_ended=self._on_step_ended,
         )
         self._write_status(force=True)
+
+    def _checkpointer(self) -> Checkpointer | None:
+        config = self.config
+        if config.checkpoint_dir is None:
+            return None
+        return Checkpointer(Path(config.checkpoint_dir), interval_s=config.checkpoint_interval_s, draft_config=self._model_config)
 
     # -- between messages ------------------------------------------------------------------------------------------------
 
@@ -113,28 +176,64 @@ class WorkerAgent:
 
     def window_open(self) -> None:
         """No message for as long as `wait_s` said: learn for one piece, or write what is due."""
-        if self._may_learn() and self.idle.state is IdleState.OPEN:
-            try:
-                self.learner.run_piece()
-            except Exception as error:
-                # Learning is a guest in this process: it may fail, the engine must not.
-                logger.exception("draft learning stopped")
-                self._learning_stopped = self._last_error = f"learning stopped: {type(error).__name__}: {error}"
+        if self.idle.state is IdleState.OPEN:
+            if self._round_open:
+                self._round_open = False
+                self.replay.round_ended()
+            if self._may_learn():
+                self._learn()
         self._write_status()
 
+    def _learn(self) -> None:
+        try:
+            self.learner.run_piece()
+        except Exception as error:
+            # Learning is a guest in this process: it may fail, the engine must not.
+            logger.exception("draft learning stopped")
+            self.learning_stopped = self.last_error = f"learning stopped: {type(error).__name__}: {error}"
+
     def _may_learn(self) -> bool:
-        return self.config.learn and self._learning_stopped is None and self.learner.can_learn()
+        return self.config.learn and self.learning_stopped is None and self.learner.can_learn()
+
+    def _save_if_due(self) -> None:
+        """Start a checkpoint when another draft serves since the last one, or its interval is over and something was learned."""
+        checkpointer = self.checkpointer
+        if checkpointer is None or checkpointer.busy:
+            return
+        learned = self.learner.progress.steps != self._saved_steps
+        if self._served_unsaved or (learned and checkpointer.due):
+            self._start_checkpoint(checkpointer)
+
+    def _start_checkpoint(self, checkpointer: Checkpointer) -> None:
+        slot = self.slots.served
+        saved = self.learner.export(draft_version=slot.version, served_digest=slot.digest, rollbacks=self.slots.rollbacks)
+        # The served draft's tensors are written by nobody: they need no copy.
+        checkpointer.start(saved, slot.state if self._served_unsaved else None)
+        self._served_unsaved, self._saved_steps = False, self.learner.progress.steps
+
+    def close(self) -> None:
+        """The process ends: save what was learned since the last checkpoint."""
+        checkpointer = self.checkpointer
+        if checkpointer is None or (self.learner.progress.steps == self._saved_steps and not self._served_unsaved):
+            return
+        try:
+            checkpointer.wait(CLOSE_S)
+            self._start_checkpoint(checkpointer)
+            checkpointer.wait(CLOSE_S)
+        except Exception:
+            logger.exception("the last checkpoint was not written")
 
     # -- inside messages -------------------------------------------------------------------------------------------------
 
     def _on_step_began(self) -> None:
         self.idle.step_began()
+        self._round_open = True
         self._step_began = time.perf_counter()
 
     def _on_step_ended(self) -> None:
         self.idle.step_ended()
-        self._engine_steps += 1
-        self._engine_step_seconds += time.perf_counter() - self._step_began
+        self.engine_steps += 1
+        self.engine_step_seconds += time.perf_counter() - self._step_began
         self._write_status()
 
     def swap(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +241,8 @@ class WorkerAgent:
 
         Args:
             request: ``{"candidate": DIGEST}`` publishes the learner's candidate of this digest, ``{}`` the draft in training
-                as it is now, measured or not, ``{"draft": DIR}`` a checkpoint.
+                as it is now, measured or not, ``{"draft": DIR}`` a checkpoint, ``{"rollback": VERSION}`` the draft before
+                the served one, which must be VERSION (None: whichever is served).
 
         Returns:
             The publish record. Raises what made it fail, also kept as `last_error`.
@@ -152,142 +252,128 @@ class WorkerAgent:
                 return self._swap(request)
         except Exception as error:
             self.learner.drop_candidate()
-            self._last_error = f"swap refused, still serving draft {self.draft_version}: {error}"
+            if "rollback" in request:
+                # Asked for once: the next verdict needs a new draft on probation.
+                self.rollback_wanted, self._on_probation = None, False
+            self.last_error = f"swap refused, still serving draft {self.slots.served.version}: {error}"
             self._write_status(force=True)
             raise
 
     def _swap(self, request: dict[str, Any]) -> dict[str, Any]:
-        state, origin, verdict = self._wanted(request)
-        # All that can fail comes before the swap: after it, this draft serves.
-        digest = checkpoint.digest_of(state)
+        found: list[tuple[Wanted, str]] = []
+
+        def choose() -> dict[str, Any]:
+            wanted = self._wanted(request)
+            found.append((wanted, checkpoint.digest_of(wanted.state)))
+            return {"state": wanted.state}
+
+        # All that can fail here comes before the other ranks begin: they would wait for this one.
+        self._ranks.share(choose)
+        wanted, digest = found[0]
         began = time.perf_counter()
-        self.swapper.apply(state)
+        self.swapper.apply(wanted.state, self._ranks.all_agree)
         swap_ms = 1e3 * (time.perf_counter() - began)
-        self.draft_version += 1
-        self._served_state, self._draft_digest = state, digest
-        self.learner.served_changed(state)
-        self._window.clear()
-        record = {
-            "draft_version": self.draft_version,
-            "unix_time_s": time.time(),
-            "origin": origin,
-            "held_out_before": verdict.served if verdict else None,
-            "held_out_after": verdict.candidate if verdict else None,
-            "digest": digest,
-            "swap_ms": round(swap_ms, 2),
-            "learned_seconds": round(self.learner.progress.seconds, 3),
-            "target_untouched": target_digest(self._target_model) == self._target_digest,
-        }
-        self._publishes.append(record)
-        del self._publishes[:-50]
+        record = self.slots.swapped(
+            wanted,
+            digest,
+            swap_ms=round(swap_ms, 2),
+            learned_seconds=round(self.learner.progress.seconds, 3),
+            target_untouched=target_digest(self._target_model) == self.target_digest,
+        )
+        self.learner.served_changed(wanted.state)
+        if wanted.rollback:
+            self.learner.gate.setback()
+        self.rollback_wanted = None
+        self._on_probation = wanted.verdict is not None
+        self.tap.collector.acceptance.draft_changed()
+        self.recent.clear()
+        self._served_unsaved = True
         self._write_status(force=True)
         return record
 
-    def _wanted(self, request: dict[str, Any]) -> tuple[dict[str, torch.Tensor], str, Verdict | None]:
-        """State, origin and verdict of the draft that a swap request names."""
+    def _wanted(self, request: dict[str, Any]) -> Wanted:
+        """The draft that a swap request names."""
+        if "rollback" in request:
+            served, previous = self.slots.served, self.slots.previous
+            if previous is None:
+                raise BridgeError("there is no draft to go back to: none was swapped in since the start or the last rollback")
+            if request["rollback"] not in (None, served.version):
+                raise BridgeError(f"draft {request['rollback']} is served no longer, it is {served.version}")
+            origin = f"rollback of draft {served.version} to draft {previous.version}"
+            return Wanted(state=previous.state, origin=origin, rollback=True)
         if directory := request.get("draft"):
-            return self._read_draft(Path(directory)), str(directory), None
+            return Wanted(state=self._read_draft(Path(directory)), origin=str(directory))
         candidate = self.learner.candidate
         if (digest := request.get("candidate")) is None:
-            return self.learner.state(), "learner, as it was", None
+            return Wanted(state=self.learner.state(), origin="learner, as it was")
         if candidate is None or candidate.digest != digest:
             raise BridgeError(f"candidate {digest} is no longer the learner's candidate")
-        return candidate.state, "learner", candidate.verdict
+        return Wanted(state=candidate.state, origin="learner", verdict=candidate.verdict)
 
     def _read_draft(self, directory: Path) -> dict[str, torch.Tensor]:
         """A checkpoint that fits the served draft's shapes and vocabulary. Raises `CheckpointError`."""
-        model, config = self._kind.load(directory)
+        model, config = self.kind.load(directory)
         for key in ("eagle_aux_hidden_state_layer_ids", "draft_vocab_size", "hidden_size", "vocab_size"):
             if config.get(key) != self._model_config.get(key):
                 raise BridgeError(f"{directory}: {key} is {config.get(key)}, the engine serves {self._model_config.get(key)}")
         return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
     def control(self, request: dict[str, Any]) -> dict[str, Any]:
-        """``{"action": "pause" | "resume" | "status"}`` or ``{"action": "save", "directory": DIR}``; the status after it."""
+        """One action; the status after it.
+
+        Args:
+            request: ``{"action": ...}``: ``pause`` and ``resume`` learning, ``taps_on``, ``taps_off``, ``checkpoint`` now,
+                ``status``, or ``save`` with a ``directory``.
+        """
         action = request.get("action")
         if action == "pause":
             self.learner.paused = True
         elif action == "resume":
-            self.learner.paused = False
-            self._learning_stopped = None
+            self.learner.resume()
+            self.learning_stopped = None
+        elif action in ("taps_on", "taps_off"):
+            self.tap.collector.enabled = action == "taps_on"
         elif action == "save":
-            checkpoint.save(Path(request["directory"]), self._served_state, self._model_config)
+            checkpoint.save(Path(request["directory"]), self.slots.served.state, self._model_config)
+        elif action == "checkpoint":
+            self._checkpoint_now()
         elif action != "status":
-            raise ValueError(f"unknown action {action!r}, known: pause, resume, save, status")
+            raise ValueError(f"unknown action {action!r}, known: pause, resume, taps_on, taps_off, save, checkpoint, status")
         self._write_status(force=True)
-        return self.status()
+        return report.of(self)
+
+    def _checkpoint_now(self) -> None:
+        if self.checkpointer is None:
+            raise BridgeError("there is no directory for checkpoints: start the server with --checkpoint-dir")
+        self.checkpointer.wait()
+        self._served_unsaved = True
+        self._start_checkpoint(self.checkpointer)
+        self.checkpointer.wait()
+        if self.checkpointer.error is not None:
+            raise BridgeError(self.checkpointer.error)
 
     # -- status ----------------------------------------------------------------------------------------------------------
 
-    def status(self) -> dict[str, Any]:
-        """All that `/specdraft/status` shows."""
-        counters, progress, verdict = self.tap.collector.counters, self.learner.progress, self.learner.verdict
-        return {
-            "unix_time_s": time.time(),
-            "policy_version": self.policy_version,
-            "draft_version": self.draft_version,
-            "draft_digest": self._draft_digest,
-            "target_digest": self._target_digest,
-            "draft_type": self._kind.name,
-            "num_speculative_tokens": self.config.num_speculative_tokens,
-            "accepted_length": self._recent_accepted_length(),
-            "accepted_per_position": counters.per_position,
-            "counters": {
-                "draft_steps": counters.draft_steps,
-                "drafted_tokens": counters.drafted_tokens,
-                "accepted_tokens": counters.accepted_tokens,
-                "generated_tokens": counters.generated_tokens,
-                "engine_steps": self._engine_steps,
-                "engine_step_seconds": round(self._engine_step_seconds, 6),
-            },
-            "idle_state": self.idle.state.value,
-            "learning": {
-                "enabled": self.config.learn,
-                "paused": self.learner.paused,
-                "seconds": round(progress.seconds, 3),
-                "tokens": progress.tokens,
-                "steps": progress.steps,
-                "slices": progress.slices,
-                "skipped_steps": progress.skipped_steps,
-                "gradient_norm": progress.gradient_norm,
-                "vocabulary_changes": progress.vocabulary_changes,
-                "slice_ms_p95": self.learner.piece_ms_p95(),
-                "loss": progress.loss,
-                "held_out_served": verdict.served if verdict else None,
-                "held_out_candidate": verdict.candidate if verdict else None,
-                "waiting_for": self._learning_stopped or self.learner.waiting_for(),
-                "candidate_ready": self.learner.candidate is not None,
-                "candidate_digest": self.learner.candidate.digest if self.learner.candidate else None,
-            },
-            "replay": {
-                "samples": self.replay.num_train,
-                "held_out_samples": self.replay.num_held_out,
-                "bytes": self.replay.nbytes,
-                "limit_bytes": self.replay.limit_bytes,
-                "added": self.replay.added,
-                "dropped": dict(self.replay.dropped + self.tap.collector.dropped),
-            },
-            "publishes": self._publishes,
-            "last_error": self._last_error,
-        }
-
-    def _recent_accepted_length(self, window_steps: int = 500) -> float | None:
-        """Over about the last `window_steps` draft steps of this draft version."""
-        counters = self.tap.collector.counters
-        now = (counters.draft_steps, counters.accepted_tokens)
-        if not self._window or now[0] > self._window[-1][0]:
-            self._window.append(now)
-        while len(self._window) > 2 and now[0] - self._window[1][0] >= window_steps:
-            self._window.pop(0)
-        steps, accepted = now[0] - self._window[0][0], now[1] - self._window[0][1]
-        return 1 + accepted / steps if steps else None
+    def _watch_probation(self) -> None:
+        """Ask for a rollback when the draft published last accepts less, in the engine, than the one before it did."""
+        if not self._on_probation or self.rollback_wanted is not None:
+            return
+        log = self.tap.collector.acceptance
+        found = probation(log.before(), log.served(), margin=self.config.rollback_margin)
+        if found is Probation.FAILED:
+            self.rollback_wanted = self.slots.served.version
+        elif found is Probation.PASSED:
+            self._on_probation = False
+            self.learner.gate.confirmed()
 
     def _write_status(self, *, force: bool = False) -> None:
         now = time.monotonic()
         if not force and now < self._status_due:
             return
+        self._watch_probation()
+        self._save_if_due()
         try:
-            status.write(self._state_dir, self.status())
+            status.write(self._state_dir, report.of(self))
         except OSError as error:
             logger.warning("cannot write the status file: %s", error)
         self._status_due = now + STATUS_INTERVAL_S

@@ -41,8 +41,7 @@ def watch_drafter(worker: Any) -> None:
 def save_seen(worker: Any, path: str) -> None:
     """Write the recorded proposals and the samples in replay."""
     replay = worker.specdraft_agent.replay
-    samples = [*replay._train.values(), *replay._held_out.values()]
-    torch.save({"calls": worker.probe_calls, "samples": samples, "dropped": dict(replay.dropped)}, path)
+    torch.save({"calls": worker.probe_calls, "samples": replay.samples(), "dropped": dict(replay.dropped)}, path)
 
 
 def main(target: str, draft: str, out: str) -> None:

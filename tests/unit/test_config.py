@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from vllm_specdraft import plugin
 from vllm_specdraft.config import ENVIRONMENT, EngineConfig, SettingsError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -31,6 +32,8 @@ def other_value(field: dataclasses.Field[Any]) -> Any:
         return not default
     if isinstance(default, str):
         return default + "-2"
+    if default is None:
+        return "/somewhere"
     return default / 2 if isinstance(default, float) and default else default + 1
 
 
@@ -55,6 +58,28 @@ def test_without_the_variable_there_is_no_config(monkeypatch: pytest.MonkeyPatch
     if text is not None:
         monkeypatch.setenv(ENVIRONMENT, text)
     assert EngineConfig.from_environment() is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "is no config"),
+        ("5", "is no config"),
+        ('{"draft_dir": "/d"}', "state_dir"),
+        ('{"draft_dir": "/d", "state_dir": "/s", "slice_msec": 5}', "did you mean 'slice_ms'"),
+        ('{"draft_dir": "/d", "state_dir": "/s", "slice_ms": "fast"}', "is no config"),
+    ],
+)
+def test_a_broken_variable_is_named_in_one_line(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And ends a process of vLLM that loads the plugin with that line, not with a traceback through vLLM."""
+    monkeypatch.setenv(ENVIRONMENT, text)
+    with pytest.raises(SettingsError) as refused:
+        EngineConfig.from_environment()
+    assert ENVIRONMENT in str(refused.value) and message in str(refused.value)
+    assert "\n" not in str(refused.value)
+    with pytest.raises(SystemExit, match=ENVIRONMENT):
+        plugin.register()
 
 
 @pytest.mark.parametrize(

@@ -1,106 +1,17 @@
 """Catches hidden states that belong to a rejected draft, another request or another policy, and samples that are not what
-the engine returned.
-
-The engine is played by `Play`: it keeps a true row for every (request, position) and lays steps out as the runner does, with
-rejected drafts' rows full of a value that must never be seen again.
-"""
+the engine returned."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer_bridge.taps import TapSample
-from vllm_specdraft.taps import EngineTap, FinishedRequest, StepRows
-
-HIDDEN = 4
-LAYERS = (1, 3, 5)
-DRAFTS = 3
-REJECTED = -777.0
-
-
-def true_rows(request: str, layer: int, positions: range) -> torch.Tensor:
-    """``[positions, HIDDEN]``: what this layer holds at these positions; no two of all rows are equal."""
-    seed = sum(ord(c) * 31**i for i, c in enumerate(request)) % 1000
-    base = torch.tensor([[1000.0 * seed + 100.0 * layer + position] for position in positions]).reshape(-1, 1)
-    return base + torch.arange(HIDDEN) / HIDDEN
-
-
-class Play:
-    """An engine made by hand around one tap."""
-
-    def __init__(self, **options: Any) -> None:
-        self.policy_version = 5
-        self.delivered: list[TapSample] = []
-        self.tap = EngineTap(
-            tap_layers=LAYERS,
-            num_speculative_tokens=DRAFTS,
-            policy_version=lambda: self.policy_version,
-            deliver=self.delivered.append,
-            **options,
-        )
-
-    def step(self, *parts: tuple[str, int, int, int, Sequence[int]]) -> None:
-        """One engine step of several requests: (request, first position, rows without drafts, drafts, sampled tokens)."""
-        rows: list[StepRows] = []
-        layers: list[list[torch.Tensor]] = [[] for _ in (*LAYERS, 0)]
-        offset = 0
-        for request, start, fed, drafts, sampled in parts:
-            count = fed + drafts
-            kept = fed + max(0, len(sampled) - 1) if drafts else fed
-            rows.append(
-                StepRows(
-                    request_id=request,
-                    start=start,
-                    rows=slice(offset, offset + count),
-                    num_drafts=drafts,
-                    sampled=sampled,
-                )
-            )
-            for index, layer in enumerate((*LAYERS, 0)):
-                values = true_rows(request, layer, range(start, start + count))
-                values[kept:] = REJECTED
-                layers[index].append(values)
-            offset += count
-        joined = [torch.cat(parts) for parts in layers]
-        self.tap.step(rows, joined[:-1], joined[-1])
-
-    def finish(
-        self, request: str, prompt: Sequence[int], answer: Sequence[int], *, stops: Sequence[int] = (), limit: int | None = None
-    ) -> TapSample | None:
-        return self.tap.finish(
-            FinishedRequest(
-                request_id=request,
-                prompt_ids=prompt,
-                answer_ids=answer,
-                stop_ids=frozenset(stops),
-                max_answer_tokens=limit,
-            )
-        )
-
-
-def assert_whole(sample: TapSample | None, request: str, prompt: Sequence[int], answer: Sequence[int]) -> None:
-    """The sample keeps the contract (n tokens, n - 1 rows) and every row is the true one of its request and position."""
-    assert sample is not None
-    sample.validate()
-    n = len(prompt) + len(answer)
-    assert sample.request_id == request
-    assert sample.token_ids.tolist() == [*prompt, *answer]
-    assert sample.positions.tolist() == list(range(n))
-    assert sample.loss_mask.tolist() == [False] * len(prompt) + [True] * len(answer)
-    assert (sample.tap_layers, sample.final_is_normed) == (LAYERS, True)
-    expected = torch.cat([true_rows(request, layer, range(n - 1)) for layer in LAYERS], -1)
-    assert torch.equal(sample.taps, expected)
-    assert torch.equal(sample.final, true_rows(request, 0, range(n - 1)))
-
-
-PROMPT = [11, 12, 13, 14, 15]
+from tests.engine_play import DRAFTS, HIDDEN, PROMPT, REJECTED, Play, assert_whole
+from vllm_specdraft.taps import StepRows
 
 
 def test_an_answer_without_drafts() -> None:
@@ -160,7 +71,7 @@ def test_a_position_that_is_computed_again_is_written_again() -> None:
     """Preempted and resumed, prompt and answer are prefilled once more: the last computation counts."""
     play = Play()
     play.step(("old", 0, 5, 0, [21]), ("a", 0, 1, 0, []))
-    stale = StepRows(request_id="a", start=0, rows=slice(0, 6), num_drafts=0, sampled=[21])
+    stale = StepRows(request_id="a", start=0, rows=slice(0, 6), num_drafts=0, prompt_ids=PROMPT, sampled=[21])
     play.tap.step([stale], [torch.full((6, HIDDEN), 9.0)] * 3, torch.full((6, HIDDEN), 9.0))
     play.step(("a", 0, 4, 0, []))
     play.step(("a", 4, 2, 0, [22]))
@@ -376,7 +287,7 @@ def test_counters_follow_drafts_and_acceptances() -> None:
 
 def test_half_precision_states_become_fp32() -> None:
     play = Play()
-    rows = StepRows(request_id="a", start=0, rows=slice(0, 3), num_drafts=0, sampled=[21])
+    rows = StepRows(request_id="a", start=0, rows=slice(0, 3), num_drafts=0, prompt_ids=PROMPT, sampled=[21])
     play.tap.step([rows], [torch.ones(3, HIDDEN, dtype=torch.bfloat16)] * 3, torch.ones(3, HIDDEN, dtype=torch.bfloat16))
     sample = play.finish("a", [1, 2, 3], [21])
     assert sample is not None
@@ -387,7 +298,7 @@ def test_a_sample_does_not_change_with_the_engine_s_buffers() -> None:
     """The engine writes its next step into the same memory."""
     play = Play()
     buffers = [torch.ones(3, HIDDEN) for _ in range(4)]
-    rows = StepRows(request_id="a", start=0, rows=slice(0, 3), num_drafts=0, sampled=[21])
+    rows = StepRows(request_id="a", start=0, rows=slice(0, 3), num_drafts=0, prompt_ids=PROMPT, sampled=[21])
     play.tap.step([rows], buffers[:3], buffers[3])
     for buffer in buffers:
         buffer.fill_(REJECTED)

@@ -34,10 +34,22 @@ MAY_IMPORT_VLLM = {
     "swap.py",
     "endpoints.py",
     "serve_entry.py",
-    "parity.py",
+    "ranks.py",
+    "shards.py",
 }
 """Files of vllm_specdraft that touch vLLM; everything else can be tested, and read, without an engine."""
-WITHOUT_TORCH = {"idle.py", "config.py", "errors.py"}
+WITHOUT_TORCH = {
+    "idle.py",
+    "config.py",
+    "errors.py",
+    "security.py",
+    "engine_options.py",
+    "failures.py",
+    "preflight.py",
+    "status_view.py",
+    "target.py",
+    "serve_entry.py",
+}
 """Modules that a command line, a state machine or a test imports alone."""
 
 

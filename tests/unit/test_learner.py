@@ -24,6 +24,7 @@ from vllm_specdraft import learner as learner_module
 from vllm_specdraft.config import EngineConfig
 from vllm_specdraft.gate import Gate
 from vllm_specdraft.learner import AnchorBudget, Learner
+from vllm_specdraft.learner_state import LearnerState
 from vllm_specdraft.replay import Replay
 
 CYCLE = (2, 7, 3, 12, 8, 19)
@@ -56,7 +57,12 @@ def served_state(seed: int = 0) -> State:
 
 
 def make(
-    samples: Sequence[TapSample] | None = None, *, state: State | None = None, target: FrozenTarget = TARGET, **fields: Any
+    samples: Sequence[TapSample] | None = None,
+    *,
+    state: State | None = None,
+    target: FrozenTarget = TARGET,
+    resumed: LearnerState | None = None,
+    **fields: Any,
 ) -> Learner:
     """A learner of the tiny draft on some answers, enough of them held out for the gate."""
     values: dict[str, Any] = {
@@ -81,6 +87,7 @@ def make(
         target=target,
         replay=replay,
         config=config,
+        resumed=resumed,
     )
 
 
@@ -313,7 +320,7 @@ def test_a_candidate_keeps_its_own_verdict() -> None:
     run(learner, 100)
     candidate = learner.candidate
     assert candidate is not None
-    learner._gate = Gate(min_gain=100.0)
+    learner.gate = Gate(min_gain=100.0)
     run(learner, 20)
     assert learner.verdict is not None
     assert not learner.verdict.publish

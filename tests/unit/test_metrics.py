@@ -20,42 +20,95 @@ from vllm_specdraft import metrics, status
 from vllm_specdraft.metrics import StatusCollector
 
 STATUS: dict[str, Any] = {
+    "unix_time_s": 1_800_000_001.5,
     "policy_version": 4,
     "draft_version": 7,
+    "draft_type": "eagle3",
+    "draft_digest": "d1",
+    "target_digest": "t2",
     "accepted_length": 2.25,
+    "accepted_per_position": [80, 33, 12],
+    "measured": {"served": {"length": 2.375, "standard_error": 0.1}, "before": {"length": 1.75, "standard_error": None}},
     "idle_state": "OPEN",
-    "counters": {"draft_steps": 100, "drafted_tokens": 300, "accepted_tokens": 125},
+    "taps_enabled": True,
+    "counters": {
+        "draft_steps": 100, "drafted_tokens": 300, "accepted_tokens": 125, "generated_tokens": 229, "engine_steps": 91,
+        "engine_step_seconds": 3.125,
+    },
     "learning": {
+        "enabled": True,
         "paused": False,
         "seconds": 61.5,
         "tokens": 9000,
         "steps": 250,
+        "slices": 2400,
+        "skipped_steps": 2,
+        "evaluations": 14,
+        "vocabulary_changes": 37,
+        "gradient_norm": 0.625,
+        "loss": 5.5,
         "slice_ms_p95": 88.5,
+        "slice_ms_max": 131.25,
         "held_out_served": 1.9,
         "held_out_candidate": 2.1,
+        "checkpoint_unix_time_s": 1_800_000_000.25,
     },
-    "replay": {"samples": 40, "bytes": 123456, "dropped": {"hole": 3, "evicted": 5}},
-}
+    "replay": {
+        "samples": 40, "held_out_samples": 6, "bytes": 123456, "limit_bytes": 999999, "added": 55, "filled_rows": 811,
+        "dropped": {"hole": 3, "evicted": 5},
+    },
+    "publishes": [{"swap_ms": 1.0, "unix_time_s": 2.0}, {"swap_ms": 26.5, "unix_time_s": 1_799_999_999.0}],
+    "rollbacks": 8,
+    "last_error": "swap refused",
+}  # fmt: skip
 """Every value is another one, so that two that are mixed up differ."""
 EXPECTED = {
     "specdraft_draft_version": 7,
     "specdraft_policy_version": 4,
     "specdraft_accepted_length": 2.25,
+    "specdraft_measured_accepted_length_served": 2.375,
+    "specdraft_measured_accepted_length_before": 1.75,
     "specdraft_idle_open": 1,
+    "specdraft_taps_enabled": 1,
+    "specdraft_learning_enabled": 1,
     "specdraft_learning_paused": 0,
     "specdraft_held_out_accepted_length_served": 1.9,
     "specdraft_held_out_accepted_length_candidate": 2.1,
+    "specdraft_learning_loss": 5.5,
+    "specdraft_gradient_norm": 0.625,
     "specdraft_slice_p95_milliseconds": 88.5,
+    "specdraft_slice_max_milliseconds": 131.25,
+    "specdraft_checkpoint_timestamp_seconds": 1_800_000_000.25,
     "specdraft_replay_bytes": 123456,
+    "specdraft_replay_limit_bytes": 999999,
     "specdraft_replay_samples": 40,
+    "specdraft_replay_held_out_samples": 6,
+    "specdraft_last_swap_milliseconds": 26.5,
+    "specdraft_last_swap_timestamp_seconds": 1_799_999_999.0,
+    "specdraft_error": 1,
+    "specdraft_status_timestamp_seconds": 1_800_000_001.5,
+    "specdraft_engine_steps_total": 91,
+    "specdraft_engine_step_seconds_total": 3.125,
+    "specdraft_generated_tokens_total": 229,
     "specdraft_draft_steps_total": 100,
     "specdraft_drafted_tokens_total": 300,
     "specdraft_accepted_tokens_total": 125,
     "specdraft_learning_seconds_total": 61.5,
     "specdraft_learning_tokens_total": 9000,
     "specdraft_learning_steps_total": 250,
+    "specdraft_learning_slices_total": 2400,
+    "specdraft_learning_skipped_steps_total": 2,
+    "specdraft_evaluations_total": 14,
+    "specdraft_vocabulary_changes_total": 37,
+    "specdraft_samples_added_total": 55,
+    "specdraft_filled_rows_total": 811,
+    "specdraft_rollbacks_total": 8,
     'specdraft_samples_dropped_total{"reason": "hole"}': 3,
     'specdraft_samples_dropped_total{"reason": "evicted"}': 5,
+    'specdraft_accepted_tokens_by_position_total{"position": "0"}': 80,
+    'specdraft_accepted_tokens_by_position_total{"position": "1"}': 33,
+    'specdraft_accepted_tokens_by_position_total{"position": "2"}': 12,
+    'specdraft_served_info{"draft_digest": "d1", "draft_type": "eagle3", "target_digest": "t2"}': 1,
 }
 
 
@@ -74,7 +127,7 @@ def scrape(state_dir: Path, found: dict[str, Any] | None = None) -> dict[str, fl
     samples = {}
     for family in text_string_to_metric_families(generate_latest(registry).decode()):
         for sample in family.samples:
-            samples[sample.name + (json.dumps(sample.labels) if sample.labels else "")] = sample.value
+            samples[sample.name + (json.dumps(sample.labels, sort_keys=True) if sample.labels else "")] = sample.value
     return samples
 
 
@@ -91,7 +144,9 @@ def test_names_types_and_help_texts_are_there(tmp_path: Path) -> None:
         assert family.name.startswith("specdraft_")
         assert family.documentation.endswith("."), family.name
         assert len(family.documentation) > 12, family.name
-        assert family.type == ("counter" if f"{family.name}_total" in " ".join(EXPECTED) else "gauge"), family.name
+        kinds = {"_total": "counter", "_info": "info"}
+        found = [kind for ending, kind in kinds.items() if any(name.startswith(f"{family.name}{ending}") for name in EXPECTED)]
+        assert family.type == (found or ["gauge"])[0], family.name
 
 
 def test_units_are_in_the_help_texts(tmp_path: Path) -> None:
@@ -108,12 +163,36 @@ def test_units_are_in_the_help_texts(tmp_path: Path) -> None:
         ("learning", "held_out_served", "specdraft_held_out_accepted_length_served"),
         ("learning", "held_out_candidate", "specdraft_held_out_accepted_length_candidate"),
         ("learning", "slice_ms_p95", "specdraft_slice_p95_milliseconds"),
+        ("learning", "checkpoint_unix_time_s", "specdraft_checkpoint_timestamp_seconds"),
     ],
 )
 def test_what_is_not_known_yet_is_left_out(tmp_path: Path, section: str | None, key: str, name: str) -> None:
     """A zero would be read as an acceptance of nothing; everything else is there all the same."""
     found = scrape(tmp_path, changed(section, **{key: None}))
     assert found == {key: value for key, value in EXPECTED.items() if key != name}
+
+
+OLD = ("rollbacks", "taps_enabled", "measured", "slice_ms_max", "checkpoint_unix_time_s", "evaluations", "filled_rows")
+"""Parts of the status that another version of the worker may not have."""
+
+
+def test_a_status_without_the_newer_parts_is_no_failed_scrape(tmp_path: Path) -> None:
+    def without(node: Any) -> Any:
+        return {key: without(value) for key, value in node.items() if key not in OLD} if isinstance(node, dict) else node
+
+    found = scrape(tmp_path, without(STATUS))
+    missing = {name.removeprefix("specdraft_").removesuffix("_total") for name in EXPECTED.keys() - found.keys()}
+    assert missing == {
+        "rollbacks", "taps_enabled", "measured_accepted_length_served", "measured_accepted_length_before",
+        "slice_max_milliseconds", "checkpoint_timestamp_seconds", "evaluations", "filled_rows",
+    }  # fmt: skip
+    assert found == {name: EXPECTED[name] for name in found}
+
+
+def test_before_the_first_swap_there_is_no_last_one(tmp_path: Path) -> None:
+    found = scrape(tmp_path, changed(publishes=[], last_error=None))
+    assert not any(name.startswith("specdraft_last_swap") for name in found)
+    assert found["specdraft_error"] == 0
 
 
 def test_zero_is_a_value(tmp_path: Path) -> None:

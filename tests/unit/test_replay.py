@@ -237,3 +237,86 @@ def test_token_counts_are_those_of_training_answers() -> None:
     assert counts.dtype == torch.int64
     assert counts.tolist() == expected.tolist()
     assert replay().token_counts(VOCAB).tolist() == [0] * VOCAB
+
+
+# Rounds and the longest answers.
+
+
+def round_of(store: Replay, start: int, lengths: list[int], **fields: int) -> list[str]:
+    """One round: training samples of these answer lengths; their ids."""
+    ids = []
+    for index, length in enumerate(lengths, start):
+        one = dataclasses.replace(on_side(TRAIN[index % len(TRAIN)], index, ".." + "A" * length), **fields)  # type: ignore[arg-type]
+        assert store.add(one)
+        ids.append(one.request_id)
+    return ids
+
+
+LENGTHS = [3, 9, 4, 3, 12, 3, 4, 5]
+
+
+def quota_replay(**fields: float) -> Replay:
+    return Replay(limit_bytes=1 << 20, held_out_share=0.25, seed=0, long_quota=fields.get("quota", 0.5))
+
+
+def test_the_longest_of_the_last_round_have_their_share_of_every_draw() -> None:
+    """Half of all draws, though they are two of forty samples."""
+    store = quota_replay()
+    ids = round_of(store, 0, LENGTHS)
+    assert store.round_ended()
+    longest = {ids[1], ids[4]}
+    assert store.num_longest == 2
+    round_of(store, 100, [3] * 32)
+    drawn = [sample.request_id for sample in store.draw(200)]
+    assert sum(one in longest for one in drawn) >= 100
+    for one in longest:
+        assert drawn.count(one) >= 50, "both of them, not one again and again"
+
+
+def test_without_a_round_there_is_no_quota() -> None:
+    store = quota_replay()
+    round_of(store, 0, LENGTHS[:7])
+    assert not store.round_ended(), "seven samples are a lull, no round"
+    drawn = [sample.request_id for sample in store.draw(70)]
+    assert all(drawn.count(one) == 10 for one in set(drawn))
+    round_of(store, 50, [6])
+    assert store.round_ended(), "what came before the lull counts"
+    assert not store.round_ended()
+    assert store.num_longest == 2, "a lull after a round leaves its longest in place"
+
+
+def test_a_new_round_replaces_the_longest() -> None:
+    store = quota_replay()
+    round_of(store, 0, LENGTHS)
+    store.round_ended()
+    second = round_of(store, 100, [4] * 6 + [8, 7])
+    store.round_ended()
+    drawn = [sample.request_id for sample in store.draw(100)]
+    assert sum(one in second[-2:] for one in drawn) >= 50
+
+
+def test_the_longest_are_evicted_last_but_within_the_bound() -> None:
+    store = Replay(limit_bytes=int(12 * BYTES / 0.75), held_out_share=0.25, seed=0, long_quota=0.5)
+    first = round_of(store, 0, [3] * 7 + [6])
+    store.round_ended()
+    round_of(store, 100, [3] * 30)
+    held = {sample.request_id for sample in store.draw(60)}
+    assert held & set(first) == {first[0], first[-1]}, "a quarter of eight are two: the long one and the first of the short"
+    assert store.nbytes <= store.limit_bytes
+    huge = round_of(store, 200, [48])
+    assert {sample.request_id for sample in store.draw(60)} == set(huge), "a newcomer that needs all the room gets it"
+    assert store.num_longest == 0
+
+
+def test_samples_of_older_policies_expire_and_are_counted() -> None:
+    store = quota_replay()
+    round_of(store, 0, LENGTHS, policy_version=3)
+    store.round_ended()
+    assert store.add(dataclasses.replace(on_side(HELD_OUT[0], 300), policy_version=3))
+    new = round_of(store, 100, [3, 3], policy_version=4)
+    assert store.expire(4) == len(LENGTHS) + 1
+    assert store.dropped["aged"] == len(LENGTHS) + 1
+    assert (store.num_held_out, store.num_longest) == (0, 0)
+    assert {sample.request_id for sample in store.draw(20)} == set(new)
+    assert store.nbytes == sum(sample.nbytes for sample in store._train.values())
+    assert store.expire(4) == 0

@@ -1,18 +1,15 @@
 """Catches a server that is started otherwise than the user asked: an own option that is overruled, a plain engine with our
-plugin in it, other plugins switched off, an open port; and a command line that answers a slip with a traceback.
+plugin in it, other plugins switched off, an open port.
 """
 
 from __future__ import annotations
 
 import argparse
-import http.server
 import itertools
 import json
 import os
-import re
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,7 @@ import torch
 
 from tests.builders import draft, draft_config
 from trainer_bridge.draft import checkpoint
-from vllm_specdraft import cli, cpu, drafts, embedded, serve
+from vllm_specdraft import cpu, engine_options, serve
 from vllm_specdraft.config import ENVIRONMENT, EngineConfig, SettingsError
 from vllm_specdraft.serve import Command
 
@@ -54,7 +51,9 @@ def built(draft_dir: Path, tmp_path: Path) -> Any:
         parser = argparse.ArgumentParser(allow_abbrev=False)
         serve.add_arguments(parser)
         args, extra = parser.parse_known_args(["--state-dir", str(tmp_path / "state"), *arguments])
-        return serve.build(Path("/models/target"), args, extra, None if args.plain else draft_dir, environ)
+        serve.check_ranges(args)
+        options = engine_options.read(extra)
+        return serve.build(Path("/models/target"), args, options, None if args.plain else draft_dir, environ)
 
     return build
 
@@ -123,33 +122,6 @@ def test_a_gpu_build_gets_no_cpu_settings(built: Any, monkeypatch: pytest.Monkey
     assert "num_speculative_tokens_per_batch_size" not in values_of(command, "--speculative-config")[0]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--speculative-config", "{}"),
-        ("--speculative_config={}",),
-        ("-sc", "{}"),
-        ("--worker-extension-cls", "a.B"),
-        ("--tensor-parallel-size", "2"),
-        ("--tensor_parallel_size=2",),
-        ("-tp", "2"),
-        ("-pp", "2"),
-        ("-dp=2",),
-        ("--no-enforce-eager",),
-        ("--no_enforce_eager",),
-        ("--async-scheduling",),
-    ],
-    ids=" ".join,
-)
-def test_options_that_contradict_the_plugin_are_refused_by_name(built: Any, words: Sequence[str]) -> None:
-    """Whatever the spelling; a plain server takes them all."""
-    with pytest.raises(SettingsError, match=re.escape(words[0]) + " does not go with specdraft .*--plain"):
-        built(*words)
-    argv = built("--plain", *words).argv
-    start = argv.index(words[0])
-    assert tuple(argv[start : start + len(words)]) == words
-
-
 def test_the_runner_that_is_tapped_is_chosen(built: Any) -> None:
     assert built().environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert "VLLM_USE_V2_MODEL_RUNNER" not in built("--plain").environment
@@ -193,11 +165,6 @@ def test_on_a_cpu_there_is_a_limit_by_default_and_the_note_names_it(built: Any) 
     assert any(f"batches up to {limit} in full" in note for note in command.notes)
 
 
-def test_a_negative_limit_is_refused(built: Any) -> None:
-    with pytest.raises(SettingsError, match="--speculate-up-to is -1"):
-        built("--speculate-up-to", "-1")
-
-
 # The engine's config.
 
 
@@ -224,18 +191,41 @@ def test_by_default_it_learns_and_publishes(built: Any) -> None:
     assert (found.learn, found.auto_publish) == (True, True)
 
 
-@pytest.mark.parametrize(
-    ("option", "name"),
-    [
-        ("--slice-ms", "slice_ms"),
-        ("--num-speculative-tokens", "num_speculative_tokens"),
-        ("--replay-mb", "replay_bytes"),
-        ("--learning-rate", "learning_rate"),
-    ],
-)
-def test_values_out_of_range_are_refused_before_anything_starts(built: Any, option: str, name: str) -> None:
-    with pytest.raises(SettingsError, match=name):
-        built(option, "0")
+@pytest.mark.parametrize("option", ["--slice-ms", "--num-speculative-tokens", "--replay-mb", "--learning-rate", "--kv-gib"])
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_values_out_of_range_are_refused_by_the_name_of_the_option(built: Any, option: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=f"{option} is {value}(.0)?, must be above 0"):
+        built(option, value)
+
+
+@pytest.mark.parametrize("option", ["--slice-ms", "--replay-mb", "--learning-rate"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_what_is_no_finite_number_is_refused(built: Any, option: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=f"{option} is {value}, must be above 0"):
+        built(option, value)
+
+
+def test_a_negative_limit_is_refused(built: Any) -> None:
+    with pytest.raises(SettingsError, match="--speculate-up-to is -1"):
+        built("--speculate-up-to", "-1")
+
+
+@pytest.mark.parametrize("value", ["many", "0", "-2", "1.5", ""])
+def test_a_cache_size_of_the_environment_that_vllm_would_stumble_over_is_refused(
+    built: Any, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", value)
+    with pytest.raises(SettingsError, match=r"VLLM_CPU_KVCACHE_SPACE is .*--kv-gib"):
+        built()
+    assert built("--kv-gib", "3")
+
+
+def test_what_an_earlier_server_died_of_is_forgotten(built: Any, tmp_path: Path) -> None:
+    """Or the next server that ends would be said to have died of it."""
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "failure.txt").write_text("ValueError: long ago")
+    built()
+    assert not (tmp_path / "state" / "failure.txt").exists()
 
 
 def test_each_process_has_a_state_directory_of_its_own_and_sweeps_those_of_the_gone(
@@ -310,6 +300,14 @@ def test_cores_that_the_process_may_not_use_are_left_alone(built: Any, monkeypat
     assert built().environment["VLLM_CPU_OMP_THREADS_BIND"] == "2-3,8-9"
 
 
+@pytest.mark.parametrize("words", [("--tensor-parallel-size", "2"), ("--tensor_parallel_size=2",), ("-tp", "2")])
+def test_tensor_parallel_workers_share_the_cores(built: Any, words: Sequence[str]) -> None:
+    command = built(*words)
+    assert command.environment["VLLM_CPU_OMP_THREADS_BIND"] == "0-1|2-3"
+    start = command.argv.index(words[0])
+    assert tuple(command.argv[start : start + len(words)]) == words
+
+
 def test_the_user_s_preloads_are_kept_behind_ours(built: Any) -> None:
     assert built().environment["LD_PRELOAD"] == "/lib/libfast.so:/lib/libomp.so"
     assert built(LD_PRELOAD="/my/lib.so").environment["LD_PRELOAD"] == "/lib/libfast.so:/lib/libomp.so:/my/lib.so"
@@ -335,194 +333,11 @@ def test_the_cache_size_of_the_command_line_wins(built: Any) -> None:
     assert 1 <= int(built().environment["VLLM_CPU_KVCACHE_SPACE"]) <= 4
 
 
-# The command line.
+# The guard.
 
 
-@pytest.fixture
-def become(monkeypatch: pytest.MonkeyPatch, draft_dir: Path) -> list[Command]:
-    """The commands that would have replaced this process."""
-    seen: list[Command] = []
-    monkeypatch.setattr(serve, "become", seen.append)
-    monkeypatch.setattr(embedded, "ensure", lambda **_: Path("/cache/default-model"))
-    monkeypatch.setattr(drafts, "auto", lambda target: draft_dir)
-    return seen
-
-
-def test_serve_without_a_target_serves_the_embedded_model(become: list[Command], draft_dir: Path) -> None:
-    """The value of an option is not a target."""
-    assert cli.main(["serve", "--port", "8123"]) == 0
-    (command,) = become
-    assert values_of(command, "--model") == ["/cache/default-model"]
-    assert values_of(command, "--port") == ["8123"]
-    assert config_of(command).draft_dir == str(draft_dir)
-
-
-def test_serve_with_a_target(become: list[Command], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["serve", "/models/mine", "--plain", "--port", "8123"]) == 0
-    assert cli.main(["serve", "/models/mine", "--port", "8123", "--state-dir", str(tmp_path / "s"), "--slice-ms", "33"]) == 0
-    plain, full = become
-    assert values_of(plain, "--model") == values_of(full, "--model") == ["/models/mine"]
-    assert values_of(full, "--port") == ["8123"]
-    assert config_of(full).slice_ms == 33.0
-    assert "specdraft: serving /models/mine" in capsys.readouterr().out
-
-
-def one_line(capsys: pytest.CaptureFixture[str]) -> str:
-    """What a user sees of an error: one line on stderr that begins with our name, and no traceback."""
-    seen = capsys.readouterr()
-    assert seen.out == ""
-    assert re.fullmatch(r"specdraft: [^\n]+\n", seen.err), seen.err
-    return seen.err
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["status", "http://127.0.0.1:1", "--jsn"],
-        ["status", "http://127.0.0.1:1", "more"],
-        ["model", "--port", "8123"],
-        ["draft", "info", "somewhere", "--force"],
-        ["draft", "init", "target", "out", "--draft-vocab", "5"],
-        ["serv"],
-        [],
-    ],
-    ids=" ".join,
-)
-def test_unknown_arguments_of_other_commands_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing runs, and nothing is guessed from a beginning."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main(arguments)
-    assert ended.value.code == 2
-    assert "specdraft" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["info", "serve"])
-def test_a_draft_that_is_not_there_is_named(
-    command: str, become: list[Command], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    missing = str(tmp_path / "nowhere")
-    arguments = ["draft", "info", missing] if command == "info" else ["serve", "/models/mine", "--draft", missing]
-    assert cli.main(arguments) == 1
-    message = one_line(capsys)
-    assert missing in message
-    assert "specdraft draft init" in message
-    assert become == []
-
-
-def test_a_draft_that_is_a_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "draft.safetensors"
-    file.write_text("")
-    assert cli.main(["draft", "info", str(file)]) == 1
-    assert str(file) in one_line(capsys)
-
-
-def test_a_target_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also where the first draft is made on the way."""
-    missing = str(tmp_path / "nowhere")
-    for arguments in (["serve", missing], ["draft", "init", missing, str(tmp_path / "out")]):
-        assert cli.main(arguments) == 1
-        assert f"{missing} is no model directory" in one_line(capsys)
-    assert not (tmp_path / "out").exists()
-
-
-def test_settings_out_of_range_end_with_one_line(become: list[Command], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["serve", "/models/mine", "--slice-ms", "0"]) == 1
-    assert "slice_ms is 0.0, must be above 0" in one_line(capsys)
-    assert become == []
-
-
-def test_text_that_is_none_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    binary = tmp_path / "text.bin"
-    binary.write_bytes(b"\xff\xfe\x00\x80")
-    for file in (binary, tmp_path / "nowhere.txt"):
-        assert cli.main(["draft", "init", "target", "out", "--text", str(file)]) == 1
-        assert f"--text {file}" in one_line(capsys)
-
-
-def test_a_draft_is_described(draft_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["draft", "info", str(draft_dir)]) == 0
-    text = capsys.readouterr().out
-    assert re.search(r"^type +eagle3$", text, re.MULTILINE)
-    assert checkpoint.digest_of(checkpoint.read_state(draft_dir)) in text
-
-
-# specdraft status.
-
-STATUS = {
-    "policy_version": 4,
-    "draft_version": 7,
-    "draft_type": "eagle3",
-    "draft_digest": "0123456789abcdef",
-    "accepted_length": None,
-    "idle_state": "OPEN",
-    "learning": {
-        "paused": True, "seconds": 61.54, "tokens": 9000, "steps": 250, "held_out_served": 1.9, "held_out_candidate": None,
-    },
-    "replay": {"samples": 40, "held_out_samples": 6, "bytes": 12_300_000},
-    "publishes": [{}, {}],
-    "last_error": None,
-}  # fmt: skip
-
-
-@pytest.fixture
-def server() -> Iterator[http.server.ThreadingHTTPServer]:
-    """Answers with its `answer` (status code and body), on a port of the system's choice."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            code, body = self.server.answer if self.path == "/specdraft/status" else (404, b"")  # type: ignore[attr-defined]
-            self.send_response(code)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    found = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield found
-    found.shutdown()
-    thread.join()
-    found.server_close()
-
-
-def address(server: http.server.ThreadingHTTPServer) -> str:
-    return f"http://127.0.0.1:{server.server_address[1]}"
-
-
-def test_a_status_is_shown(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    server.answer = (200, json.dumps(STATUS).encode())
-    assert cli.main(["status", address(server) + "/"]) == 0
-    text = capsys.readouterr().out
-    for expected in ("v7 (eagle3, 0123456789ab)", "OPEN (learning paused)", "61.5 s, 9000 tokens, 250 steps", "40 + 6 held out"):
-        assert expected in text
-    assert cli.main(["status", address(server), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == STATUS
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        ((404, b""), "answered 404"),
-        ((503, b"{}"), "answered 503"),
-        ((200, b"<html>hello</html>"), "needs the address of a specdraft server"),
-        ((200, b'{"status": "ok"}'), "is this a specdraft server"),
-        ((200, b"[]"), "is this a specdraft server"),
-    ],
-)
-def test_an_answer_that_is_no_status_ends_with_one_line(
-    server: Any, answer: tuple[int, bytes], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    server.answer = answer
-    assert cli.main(["status", address(server)]) == 1
-    assert message in one_line(capsys)
-
-
-@pytest.mark.parametrize(
-    "url",
-    ["http://127.0.0.1:1", "localhost:8000", "nonsense", "", "http://127.0.0.1:port", "http://[::1", "ftp://127.0.0.1:1"],
-)
-def test_a_url_without_a_server_ends_with_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["status", url]) == 1
-    assert f"{url}/specdraft/status" in one_line(capsys)
+def test_the_guard_stands_in_front_of_the_plugin_s_server_alone(built: Any) -> None:
+    """Beside what the user adds, and after it, for vLLM puts the last one outermost."""
+    command = built("--middleware", "mine.Middleware")
+    assert values_of(command, "--middleware") == ["mine.Middleware", "vllm_specdraft.security.Guard"]
+    assert values_of(built("--plain"), "--middleware") == []

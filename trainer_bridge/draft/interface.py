@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from trainer_bridge.draft import rope
 from trainer_bridge.draft.packing import PackedBatch
 from trainer_bridge.errors import CheckpointError
 
@@ -34,12 +35,15 @@ class TargetSpec:
     rope_theta: float
     max_positions: int
     """Longest position the target was trained for, in tokens."""
+    rope_scaling: Mapping[str, Any] = field(default_factory=dict)
+    """``rope_parameters`` beyond ``rope_theta`` of a target whose rotary embedding is scaled; empty for a plain one."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> TargetSpec:
-        """Read a Hugging Face ``config.json`` mapping of a Llama-like model."""
+        """Read a Hugging Face ``config.json`` mapping of a Llama-like model. Raises `ConfigError`."""
         heads = config["num_attention_heads"]
-        rope = config.get("rope_parameters") or {}
+        parameters = rope.parameters_of(config)
+        theta = parameters.pop("rope_theta")
         return cls(
             hidden_size=config["hidden_size"],
             intermediate_size=config["intermediate_size"],
@@ -49,8 +53,9 @@ class TargetSpec:
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
             vocab_size=config["vocab_size"],
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope_theta=rope.get("rope_theta", config.get("rope_theta", 10000.0)),
+            rope_theta=theta,
             max_positions=config.get("max_position_embeddings", 2048),
+            rope_scaling=parameters if parameters["rope_type"] != "default" else {},
         )
 
 

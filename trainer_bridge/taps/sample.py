@@ -69,6 +69,12 @@ class TapSample:
         tensors = (self.token_ids, self.positions, self.loss_mask, self.taps, self.final)
         return sum(t.numel() * t.element_size() for t in tensors)
 
+    def first_rows(self, count: int) -> torch.Tensor | None:
+        """``[count, taps + hidden]``: taps and final state side by side of the first `count` rows; None when it has fewer."""
+        if count >= self.num_tokens:
+            return None
+        return torch.cat([self.taps[:count], self.final[:count]], -1)
+
     def digest(self) -> str:
         """Hex digest over header and tensors: equal samples have equal digests, wherever they were made."""
         digest = hashlib.blake2b(digest_size=16)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +37,8 @@ class Sampling:
     """0 is greedy. Nucleus and top-k cuts are always off, whatever the model's own generation config says."""
     seed: int | None = None
     """Seed of this request's random numbers; None lets the server choose."""
+    ignore_end: bool = False
+    """Generate `max_tokens` tokens, whatever the model says; for timings of equal length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +53,16 @@ class Answer:
     """The generated text."""
     wall_s: float
     """Wall time from sending the request to its whole answer, prefill included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamTimes:
+    """When the parts of one streamed answer came."""
+
+    ttft_s: float
+    """From sending the request to its first token."""
+    gaps_s: tuple[float, ...]
+    """Between one part and the next; a part holds the tokens of one step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,21 +123,9 @@ class Client:
         `salt` keeps the request out of every other request's prefix cache entries: in a comparison no arm may find
         its prompt already computed. Raises `RequestError`.
         """
-        body: dict[str, Any] = {
-            "model": MODEL,
-            "messages": [{"role": "user", "content": question}],
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": 1.0,
-            "top_k": 0,
-            "return_token_ids": True,
-        }
-        if sampling.seed is not None:
-            body["seed"] = sampling.seed
-        if salt is not None:
-            body["cache_salt"] = salt
+        body = _chat_body(question, sampling, salt)
         started = time.perf_counter()
-        reply = await self._json("POST", "/v1/chat/completions", body)
+        reply = await self.call("POST", "/v1/chat/completions", body)
         wall_s = time.perf_counter() - started
         choice = reply["choices"][0]
         if choice.get("token_ids") is None or reply.get("prompt_token_ids") is None:
@@ -135,6 +137,19 @@ class Client:
             wall_s=wall_s,
         )
 
+    async def stream(self, question: str, sampling: Sampling, *, salt: str | None = None) -> StreamTimes:
+        """Answer one user message as a stream, and say when its parts came. Raises `RequestError`."""
+        body = {**_chat_body(question, sampling, salt), "stream": True}
+        times = [time.perf_counter()]
+        async with self._open("POST", "/v1/chat/completions", body) as response:
+            async for line in response.content:
+                # The first event only opens the answer; it carries no token.
+                if line.startswith(b"data: {") and json.loads(line[6:])["choices"][0].get("token_ids"):
+                    times.append(time.perf_counter())
+        if len(times) < 2:
+            raise RequestError(f"POST {self._url}/v1/chat/completions streamed no tokens (log: {self._log_path})")
+        return StreamTimes(ttft_s=times[1] - times[0], gaps_s=tuple(b - a for a, b in itertools.pairwise(times[1:])))
+
     async def next_token_logprobs(self, token_ids: Sequence[int], *, count: int = 2) -> dict[int, float]:
         """Log-probabilities of the `count` best next tokens after `token_ids`, by token id. Raises `RequestError`."""
         body = {
@@ -145,7 +160,7 @@ class Client:
             "logprobs": count,
             "return_tokens_as_token_ids": True,
         }
-        reply = await self._json("POST", "/v1/completions", body)
+        reply = await self.call("POST", "/v1/completions", body)
         best = reply["choices"][0]["logprobs"]["top_logprobs"][0]
         return {int(token.removeprefix(_TOKEN_PREFIX)): value for token, value in best.items()}
 
@@ -158,7 +173,7 @@ class Client:
         asked = time.time()
         ends = time.monotonic() + _FRESH_WAIT_S
         while True:
-            status = await self._json("GET", "/specdraft/status")
+            status = await self.call("GET", "/specdraft/status")
             if not fresh or status["unix_time_s"] >= asked:
                 return status
             if time.monotonic() >= ends:
@@ -167,15 +182,19 @@ class Client:
 
     async def train(self, action: str) -> dict[str, Any]:
         """``pause`` or ``resume`` learning; returns the status."""
-        return await self._json("POST", "/specdraft/train", {"action": action})
+        return await self.call("POST", "/specdraft/train", {"action": action})
 
     async def publish(self, draft: Path) -> dict[str, Any]:
         """Serve the draft checkpoint in `draft` from now on; returns the publish record."""
-        return await self._json("POST", "/specdraft/publish", {"draft": str(draft.resolve())})
+        return await self.call("POST", "/specdraft/publish", {"draft": str(draft.resolve())})
+
+    async def taps(self, enabled: bool) -> dict[str, Any]:
+        """Tap requests that start from now on, or do not; returns the status."""
+        return await self.call("POST", "/specdraft/taps", {"enabled": enabled})
 
     async def save(self, directory: Path) -> dict[str, Any]:
         """Write the served draft as a checkpoint into `directory`, a path on the server's machine."""
-        return await self._json("POST", "/specdraft/save", {"directory": str(directory.resolve())})
+        return await self.call("POST", "/specdraft/save", {"directory": str(directory.resolve())})
 
     async def decode_time(self) -> DecodeTime | None:
         """Decode time of all requests finished so far, from the server's metrics; None when it keeps none."""
@@ -185,7 +204,8 @@ class Client:
             return None
         return DecodeTime(requests=requests, seconds=seconds)
 
-    async def _json(self, method: str, path: str, body: dict | None = None) -> dict[str, Any]:
+    async def call(self, method: str, path: str, body: dict | None = None) -> dict[str, Any]:
+        """Any route that answers with JSON. Raises `RequestError`."""
         text = await self._text(method, path, body)
         try:
             return json.loads(text)
@@ -193,16 +213,40 @@ class Client:
             raise RequestError(f"{method} {self._url}{path} did not return JSON: {text[:200]!r}") from None
 
     async def _text(self, method: str, path: str, body: dict | None = None) -> str:
+        async with self._open(method, path, body) as response:
+            return await response.text()
+
+    @asynccontextmanager
+    async def _open(self, method: str, path: str, body: dict | None = None) -> AsyncIterator[aiohttp.ClientResponse]:
         if self._session is None:
             raise RuntimeError("use the client inside `async with`")
         try:
             async with self._session.request(method, self._url + path, json=body) as response:
-                text = await response.text()
                 if response.status >= 400:
+                    text = await response.text()
                     raise RequestError(f"{method} {path} failed with {response.status}: {text[:500]} (log: {self._log_path})")
-                return text
+                yield response
         except TimeoutError:
             raise RequestError(f"{method} {path}: no answer within {self._timeout_s:.0f} s (log: {self._log_path})") from None
         except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or type(error).__name__
             raise RequestError(f"{method} {path}: the server does not answer, {reason} (log: {self._log_path})") from error
+
+
+def _chat_body(question: str, sampling: Sampling, salt: str | None) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": 1.0,
+        "top_k": 0,
+        "return_token_ids": True,
+    }
+    if sampling.ignore_end:
+        body["ignore_eos"] = True
+    if sampling.seed is not None:
+        body["seed"] = sampling.seed
+    if salt is not None:
+        body["cache_salt"] = salt
+    return body

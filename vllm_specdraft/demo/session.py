@@ -45,6 +45,9 @@ class ServerLike(Protocol):
     def stop(self) -> None:
         """End the process and its children; harmless when it never started."""
 
+    def rss_bytes(self) -> int:
+        """Resident memory of the process and its children."""
+
 
 class Session:
     """Two servers, one record, one console."""
@@ -57,9 +60,11 @@ class Session:
         prompts: PromptSource,
         rhythm: RhythmConfig,
         kv_gib: int = KV_GIB,
+        options: Sequence[str] = (),
         make_server: Callable[..., ServerLike] | None = None,
     ) -> None:
         """`kv_gib`: KV cache of each server in GiB; fixed, for the second one would find less memory free and choose less.
+        `options`: further options of the specdraft server.
 
         `make_server` builds a server like `vllm_specdraft.launch.Server`, which is the default.
         """
@@ -70,6 +75,7 @@ class Session:
         self.rounds: list[Burst] = []
         self.idle_s = 0.0
         self._options = ("--kv-gib", str(kv_gib))
+        self._live_options = (*self._options, *options)
         self._make_server = make_server or _server_class()
         self._servers: list[ServerLike] = []
         self._published: set[int] = set()
@@ -111,7 +117,7 @@ class Session:
             target,
             draft=self.first_draft,
             log_path=self.server_log,
-            extra=self._options,
+            extra=self._live_options,
             state_dir=self.record.directory / "state",
         )
         return self._start(server, "the specdraft server (40 to 60 s)", self.server_log)
@@ -129,6 +135,10 @@ class Session:
             server.wait_ready(READY_TIMEOUT_S)
         self.record.event("server_ready", url=server.url, log=log_path.name)
         return Client(server.url, log_path=log_path)
+
+    def rss_bytes(self) -> int:
+        """Resident memory of the server that was started first."""
+        return self._servers[0].rss_bytes()
 
     def close(self) -> None:
         """Stop every server that was started."""

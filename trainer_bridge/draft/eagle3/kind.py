@@ -56,7 +56,7 @@ class Eagle3(DraftType):
             "draft_vocab_size": draft_vocab_size,
             "rms_norm_eps": target.rms_norm_eps,
             "rope_theta": target.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": target.rope_theta},
+            "rope_parameters": {"rope_type": "default", "rope_theta": target.rope_theta, **target.rope_scaling},
             "max_position_embeddings": target.max_positions,
             "tie_word_embeddings": False,
             "attention_bias": False,
@@ -79,11 +79,15 @@ class Eagle3(DraftType):
             mid.mlp.load_state_dict(
                 {f"{part}.weight": layers[f"{prefix}mlp.{part}.weight"] for part in ("gate_proj", "up_proj", "down_proj")}
             )
-            for part in ("q_proj", "k_proj", "v_proj"):
+            gain = layers[f"{prefix}input_layernorm.weight"]
+            for part in ("q", "k", "v"):
+                weight = layers[f"{prefix}self_attn.{part}_proj.weight"]
+                if (norm := layers.get(f"{prefix}self_attn.{part}_norm.weight")) is not None:
+                    weight = _with_norm(weight, norm, gain)
                 # The target's layer reads hidden states only: its weights go to the hidden half of the input.
-                getattr(mid.self_attn, part).weight[:, hidden:].copy_(layers[f"{prefix}self_attn.{part}.weight"])
+                getattr(mid.self_attn, f"{part}_proj").weight[:, hidden:].copy_(weight)
             mid.self_attn.o_proj.weight.copy_(layers[f"{prefix}self_attn.o_proj.weight"])
-            mid.hidden_norm.weight.copy_(layers[f"{prefix}input_layernorm.weight"])
+            mid.hidden_norm.weight.copy_(gain)
             mid.post_attention_layernorm.weight.copy_(layers[f"{prefix}post_attention_layernorm.weight"])
             # The highest tap passes through; the lower ones start as small corrections.
             model.fc.weight[:, -hidden:].add_(torch.eye(hidden))
@@ -106,3 +110,16 @@ class Eagle3(DraftType):
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         return ARCHITECTURE in (config.get("architectures") or ())
+
+
+def _with_norm(weight: torch.Tensor, norm: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+    """A projection whose heads have about the size that a norm after it would give them; the draft's layer has no such norm.
+
+    Args:
+        weight: ``[heads * head_dim, hidden]``.
+        norm: ``[head_dim]``: weight of the root-mean-square norm over each head's output.
+        gain: ``[hidden]``: weight of the norm before the projection, whose inputs are taken for independent of each other.
+    """
+    heads = weight.float().view(-1, norm.shape[0], weight.shape[1])
+    size = (heads * gain.float()).square().sum(-1).mean(1, keepdim=True).sqrt()
+    return (heads * (norm.float() / size.clamp_min(1e-12))[..., None]).view_as(weight)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer_bridge.draft import vocab
+from trainer_bridge.draft import rope, vocab
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -77,9 +77,8 @@ class Eagle3Draft(nn.Module):
         self.lm_head = linear(hidden, self.draft_vocab_size)
         self.register_buffer("d2t", torch.zeros(self.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(self.vocab_size, dtype=torch.bool))
-        theta = (config.get("rope_parameters") or {}).get("rope_theta", config.get("rope_theta", 10000.0))
-        steps = torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim
-        self.register_buffer("inverse_frequency", theta**-steps, persistent=False)
+        frequency, self._rotary_factor = rope.frequencies(rope.parameters_of(config), self.head_dim)
+        self.register_buffer("inverse_frequency", frequency, persistent=False)
 
     def set_vocabulary(self, kept: torch.Tensor) -> None:
         """Write both maps for the distinct target ids `kept` ``[draft_vocab]``."""
@@ -130,6 +129,6 @@ class Eagle3Draft(nn.Module):
     def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotary embedding of ``[N, heads, D]`` at integer positions ``[N]`` (halves layout, as Llama's)."""
         angle = positions[:, None].double() * self.inverse_frequency.double()
-        cos, sin = angle.cos().to(x.dtype)[:, None, :], angle.sin().to(x.dtype)[:, None, :]
+        cos, sin = (self._rotary_factor * part.to(x.dtype)[:, None, :] for part in (angle.cos(), angle.sin()))
         first, second = x.chunk(2, -1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

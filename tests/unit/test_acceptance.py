@@ -1,0 +1,128 @@
+"""Catches a rollback for chance, a loss that nobody takes back, counts of one draft booked on another, and a learner that
+learns on for ever or rests for ever."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from vllm_specdraft.acceptance import AcceptanceLog, MeasuredAcceptance, measured
+from vllm_specdraft.gate import Gate, Patience, Probation, Verdict, probation
+
+
+def acceptance(length: float, error: float = 0.01, *, requests: int = 20, steps: int = 1000) -> MeasuredAcceptance:
+    return MeasuredAcceptance(length=length, standard_error=error, requests=requests, steps=steps)
+
+
+def test_the_length_is_over_steps_not_over_requests() -> None:
+    found = measured([(10, 20), (30, 0)])
+    assert found is not None
+    assert (found.length, found.requests, found.steps) == (1.5, 2, 40)
+
+
+def test_the_error_is_the_textbook_one_for_requests_of_one_length() -> None:
+    """Steps per request equal: the ratio's error is the standard error of the mean of the requests' rates."""
+    rates = [0.5, 1.0, 0.25, 0.75, 0.9]
+    found = measured([(100, round(100 * rate)) for rate in rates])
+    mean = sum(rates) / len(rates)
+    spread = math.sqrt(sum((rate - mean) ** 2 for rate in rates) / (len(rates) - 1))
+    assert found is not None
+    assert found.standard_error == pytest.approx(spread / math.sqrt(len(rates)))
+
+
+def test_nothing_measured_is_none_and_one_request_has_no_error() -> None:
+    assert measured([]) is None
+    assert measured([(0, 0)]) is None
+    found = measured([(5, 5)])
+    assert found is not None
+    assert found.standard_error == math.inf
+
+
+def test_each_draft_has_the_steps_it_drafted_for() -> None:
+    """A request in the middle of a swap counts for both, each with its own steps."""
+    log = AcceptanceLog()
+    for accepted in (3, 3):
+        log.step("a", accepted)
+    log.step("b", 1)
+    log.finish("b")
+    log.draft_changed()
+    log.step("a", 0)
+    log.finish("a")
+    log.finish("never seen")
+    before, served = log.before(), log.served()
+    assert before is not None and served is not None
+    assert (before.requests, before.steps, before.length) == (2, 3, pytest.approx(1 + 7 / 3))
+    assert (served.requests, served.steps, served.length) == (1, 1, 1.0)
+
+
+def test_a_clear_loss_fails_and_a_gain_passes_in_time() -> None:
+    assert probation(acceptance(2.0), acceptance(1.7), margin=0.02) is Probation.FAILED
+    assert probation(acceptance(1.7), acceptance(2.0), margin=0.02) is Probation.RUNNING
+    assert probation(acceptance(1.7), acceptance(2.0, requests=64), margin=0.02) is Probation.PASSED
+
+
+@pytest.mark.parametrize(("loss", "expected"), [(0.047, Probation.RUNNING), (0.05, Probation.FAILED)])
+def test_a_loss_must_exceed_the_margin_and_two_joint_errors(loss: float, expected: Probation) -> None:
+    """Margin 0.02 and 2 * hypot(0.01, 0.01) = 0.0283."""
+    assert probation(acceptance(2.0), acceptance(2.0 - loss), margin=0.02) is expected
+
+
+@pytest.mark.parametrize("few", [{"requests": 7}, {"steps": 199}])
+def test_little_traffic_on_either_side_says_nothing(few: dict[str, int]) -> None:
+    assert probation(acceptance(2.0, **few), acceptance(1.0), margin=0.02) is Probation.RUNNING
+    assert probation(acceptance(2.0), acceptance(1.0, **few), margin=0.02) is Probation.RUNNING
+    assert probation(None, acceptance(1.0), margin=0.02) is Probation.RUNNING
+    assert probation(acceptance(2.0), None, margin=0.02) is Probation.RUNNING
+
+
+def test_a_setback_asks_for_more_and_a_confirmation_for_no_more_than_at_first() -> None:
+    gate = Gate(min_gain=0.02)
+    gate.setback()
+    gate.setback()
+    assert gate.min_gain == pytest.approx(0.08)
+    gate.confirmed()
+    assert gate.min_gain == 0.02
+
+
+def verdict(candidate: float, *, publish: bool = False) -> Verdict:
+    return Verdict(served=1.5, candidate=candidate, gain=candidate - 1.5, standard_error=0.1, publish=publish)
+
+
+def test_learning_rests_when_nothing_gets_better_and_goes_on_with_new_samples() -> None:
+    patience = Patience(evaluations=3)
+    patience.judged(verdict(1.6), 40)
+    for _ in range(2):
+        patience.judged(verdict(1.6), 40)
+    assert patience.waiting_for(40, 30) is None
+    patience.judged(verdict(1.604), 40)
+    assert patience.waiting_for(40, 30) == "new samples: 0 of 8 (no better draft in the last 3 measurements)"
+    assert patience.waiting_for(47, 37) is not None
+    assert patience.waiting_for(48, 38) is None
+    patience.judged(verdict(1.2), 48)
+    assert patience.waiting_for(48, 38) is None, "new samples are a new measure: the old best is forgotten"
+
+
+def test_progress_and_publishes_keep_it_learning() -> None:
+    patience = Patience(evaluations=2)
+    for step in range(20):
+        patience.judged(verdict(1.5 + 0.006 * step), 40)
+        assert patience.waiting_for(40, 30) is None
+    for _ in range(20):
+        patience.judged(verdict(1.0, publish=True), 40)
+        assert patience.waiting_for(40, 30) is None
+
+
+def test_a_tenth_of_many_samples_must_be_new() -> None:
+    patience = Patience(evaluations=1)
+    patience.judged(verdict(1.5), 1000)
+    patience.judged(verdict(1.5), 1000)
+    assert patience.waiting_for(1099, 1000) is not None
+    assert patience.waiting_for(1100, 1000) is None
+
+
+def test_patience_without_a_limit_never_ends() -> None:
+    patience = Patience(evaluations=0)
+    for _ in range(100):
+        patience.judged(verdict(1.5), 40)
+    assert patience.waiting_for(40, 30) is None
