@@ -33,8 +33,10 @@ REFERENCES = 8
 MAX_TOKENS = 64
 REPLAY_MB = 64
 """Small, so that it is full, and evicts, after the warm-up."""
-WARM_SHARE = 0.4
+WARM_SHARE = 0.3
 """Share of the time after which memory must be flat."""
+KV_FILL_TOKENS = 40_000
+"""Prompt tokens that have touched every page of a KV cache of 1 GiB of the default model: before that, memory grows by itself."""
 WINDOW_SHARE = 0.1
 SCHEMA = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
 
@@ -120,6 +122,7 @@ class Soak:
         choices, weights = zip(*activities, strict=True)
         async with client:
             self._client, began, shown = client, time.monotonic(), 0.0
+            await self._fill_kv_cache()
             while (elapsed := time.monotonic() - began) < self._seconds:
                 activity = self._draw.choices(choices, weights)[0]
                 name = activity.__name__.removeprefix("_")
@@ -161,6 +164,14 @@ class Soak:
         self._session.console.line(
             f"done: {dict(self._tally.done)}; swaps: {status['draft_version']}; samples dropped: {status['replay']['dropped']}"
         )
+
+    async def _fill_kv_cache(self) -> None:
+        filled = 0
+        while filled < KV_FILL_TOKENS:
+            self._session.console.progress(f"filling the KV cache: {filled} of {KV_FILL_TOKENS} tokens")
+            question = " ".join(prompt.question for prompt in self._session.prompts.take(30))
+            filled += len((await self._client.chat(question, Sampling(max_tokens=1))).prompt_ids)
+        self._session.console.clear()
 
     # -- activities ------------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ CLOSE_S = 4.0
 class SpecdraftWorker:
     """Mixed into vLLM's worker class (``--worker-extension-cls``); all names carry our prefix."""
 
-    specdraft_agent: WorkerAgent | FollowerAgent
+    specdraft_agent: WorkerAgent | FollowerAgent | None = None
 
     def specdraft_start(self) -> WorkerAgent | FollowerAgent:
         """Build the agent once the models are loaded. Called by the patched worker loop."""
@@ -65,11 +65,19 @@ class SpecdraftWorker:
 
     def specdraft_swap(self, request: dict[str, Any]) -> dict[str, Any]:
         """Swap a draft in. See `WorkerAgent.swap`."""
-        return self.specdraft_agent.swap(request)
+        return self._specdraft_started().swap(request)
 
     def specdraft_control(self, request: dict[str, Any]) -> dict[str, Any]:
         """Pause, resume, save, or just report. See `WorkerAgent.control`."""
-        return self.specdraft_agent.control(request)
+        return self._specdraft_started().control(request)
+
+    def _specdraft_started(self) -> WorkerAgent | FollowerAgent:
+        if self.specdraft_agent is None:
+            raise RuntimeError(
+                "specdraft taps and learns in a worker process of its own, and this worker has none: "
+                "use the multiprocess executor (distributed_executor_backend='mp')"
+            )
+        return self.specdraft_agent
 
 
 class FollowerAgent:
