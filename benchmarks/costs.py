@@ -12,7 +12,7 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from vllm_specdraft.demo.client import Client, RequestError, Sampling, StreamTimes, gather_or_cancel
-from vllm_specdraft.demo.prompts import Prompt
+from vllm_specdraft.demo.prompts import Prompt, PromptSource
 
 TOKENS = 96
 """Tokens of each answer when taps are timed."""
@@ -20,6 +20,8 @@ SHORT_TOKENS = 24
 LARGEST_BURST = 4
 ARRIVALS_S = 0.15
 """Arrivals of one burst spread over this time."""
+KV_TOKENS_PER_GIB = 40_000
+"""More tokens than 1 GiB of KV cache holds, for the default model."""
 WINDOW_WAIT_S = 20.0
 """Longest wait for a window in which the draft really learns."""
 
@@ -33,6 +35,15 @@ def percentile(values: Sequence[float], share: float) -> float:
     2.0
     """
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+async def fill_kv_cache(client: Client, prompts: PromptSource, *, tokens: int, progress: Progress) -> None:
+    """Prefill so many tokens of new prompts: until every page of the KV cache was touched once, memory grows by itself."""
+    filled = 0
+    while filled < tokens:
+        progress(f"filling the KV cache: {filled} of {tokens} tokens")
+        question = " ".join(prompt.question for prompt in prompts.take(30))
+        filled += len((await client.chat(question, Sampling(max_tokens=1))).prompt_ids)
 
 
 async def tap_overhead(client: Client, prompts: Sequence[Prompt], *, pairs: int, batch: int, progress: Progress) -> float:

@@ -81,6 +81,8 @@ class RolloutBenchmark:
             return status["learning"]["seconds"] >= self._idle_budget_s
 
         async with client:
+            tokens = session.kv_gib * costs.KV_TOKENS_PER_GIB
+            await costs.fill_kv_cache(client, session.prompts, tokens=tokens, progress=session.console.progress)
             index, learned_s = 0, 0.0
             while learned_s < self._idle_budget_s and session.idle_s < 60.0 * IDLE_CAP_MINUTES:
                 index += 1
@@ -117,6 +119,8 @@ class RolloutBenchmark:
         """Taps and learning on and off in the live server; its draft and its prompts are those of the comparison."""
         session, prompts = self._session, self._session.prompts.evaluation
         progress = session.console.progress
+        # Whichever arm had the last turn.
+        await client.publish(session.live_draft)
         overheads = {
             batch: await costs.tap_overhead(client, prompts, pairs=self._pairs, batch=batch, progress=progress)
             for batch in (1, BATCH)

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import costs
 from vllm_specdraft.console import Console
 from vllm_specdraft.demo.client import MODEL, Client, RequestError, Sampling, gather_or_cancel
 from vllm_specdraft.demo.compare import LIVE, Difference, first_difference, is_tie
@@ -31,12 +32,10 @@ from vllm_specdraft.demo.session import Session
 
 REFERENCES = 8
 MAX_TOKENS = 64
-REPLAY_MB = 64
+REPLAY_MB = 128
 """Small, so that it is full, and evicts, after the warm-up."""
-WARM_SHARE = 0.3
+WARM_SHARE = 0.5
 """Share of the time after which memory must be flat."""
-KV_FILL_TOKENS = 40_000
-"""Prompt tokens that have touched every page of a KV cache of 1 GiB of the default model: before that, memory grows by itself."""
 WINDOW_SHARE = 0.1
 SCHEMA = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
 
@@ -70,6 +69,7 @@ class Soak:
         self._draw = random.Random(seed)
         self._tally = Tally()
         self._reference: list[tuple[int, ...]] = []
+        self._names: list[str] = []
         self.result: dict[str, Any] = {}
 
     def play(self, target: Path | None) -> None:
@@ -120,9 +120,12 @@ class Soak:
             (self._swaps, 3), (self._rest, 6),
         ]  # fmt: skip
         choices, weights = zip(*activities, strict=True)
+        self._names = [choice.__name__.removeprefix("_") for choice in choices]
         async with client:
-            self._client, began, shown = client, time.monotonic(), 0.0
-            await self._fill_kv_cache()
+            self._client = client
+            prompts, progress = self._session.prompts, self._session.console.progress
+            await costs.fill_kv_cache(client, prompts, tokens=costs.KV_TOKENS_PER_GIB, progress=progress)
+            began, shown = time.monotonic(), 0.0
             while (elapsed := time.monotonic() - began) < self._seconds:
                 activity = self._draw.choices(choices, weights)[0]
                 name = activity.__name__.removeprefix("_")
@@ -143,10 +146,10 @@ class Soak:
 
     async def _show(self, elapsed: float) -> None:
         status = await self._client.status()
-        if status["learning"]["skipped_steps"] or (stopped := status["learning"]["waiting_for"] or "").startswith(
-            "learning stopped"
-        ):
-            self._error(f"the learner: {stopped}, {status['learning']['skipped_steps']} steps skipped")
+        learning = status["learning"]
+        waiting = learning["waiting_for"] or ""
+        if learning["skipped_steps"] or waiting.startswith("learning stopped"):
+            self._error(f"the learner: {waiting or 'runs'}, {learning['skipped_steps']} steps skipped")
         self._session.record.event("soak", elapsed_s=elapsed, rss_bytes=self._tally.memory[-1][1], done=dict(self._tally.done))
         self._session.console.line(
             f"{elapsed:6.0f} s  {sum(self._tally.done.values())} activities, draft {status['draft_version']}, "
@@ -157,6 +160,8 @@ class Soak:
     async def _closing_checks(self) -> None:
         await self._greedy()
         status = await self._client.status(fresh=True)
+        if missing := [name for name in self._names if not self._tally.done[name]]:
+            self._session.console.line(f"too short to have tried: {', '.join(missing)}")
         if not status["learning"]["steps"]:
             self._error(f"nothing was learned: {status['learning']['waiting_for']}")
         if not all(publish["target_untouched"] for publish in status["publishes"]):
@@ -164,14 +169,6 @@ class Soak:
         self._session.console.line(
             f"done: {dict(self._tally.done)}; swaps: {status['draft_version']}; samples dropped: {status['replay']['dropped']}"
         )
-
-    async def _fill_kv_cache(self) -> None:
-        filled = 0
-        while filled < KV_FILL_TOKENS:
-            self._session.console.progress(f"filling the KV cache: {filled} of {KV_FILL_TOKENS} tokens")
-            question = " ".join(prompt.question for prompt in self._session.prompts.take(30))
-            filled += len((await self._client.chat(question, Sampling(max_tokens=1))).prompt_ids)
-        self._session.console.clear()
 
     # -- activities ------------------------------------------------------------------------------------------------------
 
@@ -229,7 +226,10 @@ class Soak:
         await asyncio.sleep(self._draw.uniform(0.05, 2.0))
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            # Cancelled is what was wanted; an answer that was there before is as good.
+            if isinstance(ended, RequestError):
+                raise ended
 
     async def _long_prompt(self) -> None:
         """A prompt that is prefilled in several steps, asked twice: the second time from the prefix cache."""

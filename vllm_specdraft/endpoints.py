@@ -14,6 +14,7 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_specdraft import metrics, security, status
 from vllm_specdraft.config import EngineConfig
@@ -133,6 +134,8 @@ async def post_publish(raw: Request) -> JSONResponse:
     body = await _body(raw)
     if unknown := body.keys() - {"draft"}:
         return _refused(f"unknown keys {sorted(unknown)}, known: draft")
+    if "draft" in body and (not body["draft"] or not isinstance(body["draft"], str)):
+        return _refused('"draft" must name a directory; leave it out to publish the draft in training')
     return await _answer(_link(raw).swap(body))
 
 
@@ -170,9 +173,11 @@ def _refused(reason: str) -> JSONResponse:
 
 
 async def _answer(work: Awaitable[dict[str, Any]]) -> JSONResponse:
-    """What the engine answered; its error as a 409, for it serves on as before."""
+    """What the engine answered; its error as a 409, for it serves on as before, or a 503, if it does not serve at all."""
     try:
         return JSONResponse(await work)
+    except EngineDeadError as error:
+        return JSONResponse({"error": str(error)}, status_code=503)
     except Exception as error:  # noqa: BLE001 - the worker's error reaches the caller
         return JSONResponse({"error": str(error)}, status_code=409)
 

@@ -32,6 +32,8 @@ class Verdict:
 
 MIN_SAMPLES = 6
 """Fewer held-out samples than this say nothing about their spread."""
+MOST_GAIN = 0.5
+"""However many drafts had to be taken back, no more gain than this is asked for."""
 STANDARD_ERRORS = 2.0
 """The gate looks again and again at nearly the same samples: one standard error would let chance through soon."""
 
@@ -50,10 +52,10 @@ class Gate:
 
     def setback(self) -> None:
         """A published draft had to be taken back: the held-out samples promised too much, ask for twice as much."""
-        self._min_gain = 2 * max(self._min_gain, 0.01)
+        self._min_gain = max(self._least, min(2 * max(self._min_gain, 0.01), MOST_GAIN))
 
-    def confirmed(self) -> None:
-        """A published draft proved itself in the engine: ask for no more than at first."""
+    def reset(self) -> None:
+        """A published draft proved itself in the engine, or somebody asked for more: ask for no more than at first."""
         self._min_gain = self._least
 
     def decide(self, served: Sequence[Acceptance], candidate: Sequence[Acceptance]) -> Verdict:
@@ -91,8 +93,6 @@ class Probation(enum.Enum):
     """Worse than its predecessor was, beyond chance."""
 
 
-PROBATION_REQUESTS, PROBATION_STEPS = 8, 200
-"""Least traffic on both drafts for a verdict."""
 PASSED_REQUESTS = 64
 """After so many requests without failing a draft has passed."""
 
@@ -106,10 +106,8 @@ def probation(before: MeasuredAcceptance | None, after: MeasuredAcceptance | Non
     The two saw different requests, so the errors of both count, and a change of traffic looks like a change of draft: the
     margin and two standard errors keep small ones from mattering.
     """
-    for found in (before, after):
-        if found is None or found.requests < PROBATION_REQUESTS or found.steps < PROBATION_STEPS:
-            return Probation.RUNNING
-    assert before is not None and after is not None
+    if before is None or after is None or not before.is_enough or not after.is_enough:
+        return Probation.RUNNING
     error = math.hypot(before.standard_error, after.standard_error)
     if before.length - after.length > margin + STANDARD_ERRORS * error:
         return Probation.FAILED
@@ -134,15 +132,15 @@ class Patience:
         if self._rested_at is not None:
             # Learning went on with new samples: what was best on the old ones says nothing.
             self.renew()
-        if verdict.publish or verdict.candidate > self._best + self._progress:
-            self._best, self._since = max(self._best, verdict.candidate), 0
+        if verdict.candidate > self._best + self._progress:
+            self._best, self._since = verdict.candidate, 0
             return
         self._since += 1
         if self._limit and self._since >= self._limit:
             self._rested_at = samples_added
 
     def renew(self) -> None:
-        """Somebody asked for more learning: begin anew."""
+        """Another draft serves, or somebody asked for more learning: begin anew."""
         self._rested_at, self._since, self._best = None, 0, -math.inf
 
     def waiting_for(self, samples_added: int, num_train: int) -> str | None:

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from trainer_bridge.draft import checkpoint
-from trainer_bridge.draft.interface import Acceptance, DraftType, FrozenTarget
+from trainer_bridge.draft.interface import Acceptance, DraftType, FrozenTarget, Objective
 from trainer_bridge.draft.packing import microbatches
 from vllm_specdraft.config import EngineConfig
-from vllm_specdraft.gate import Gate, Patience, Verdict
+from vllm_specdraft.gate import MIN_SAMPLES, Gate, Patience, Verdict
 from vllm_specdraft.learner_state import LearnerState, identity_of
 from vllm_specdraft.replay import Replay
 
@@ -107,9 +107,8 @@ class Learner:
         self._kind, self._model_config, self._target = kind, model_config, target
         self._vocab_size = target.head.shape[0]
         self._model = self._copy(state)
-        self._served = self._copy(state)
         self._objective = self._objective_of(self._model)
-        self._served_objective = self._objective_of(self._served)
+        self._served_objective = self.prepare_served(state)
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
             lr=config.learning_rate,
@@ -131,9 +130,10 @@ class Learner:
         return self.waiting_for() is None
 
     def resume(self) -> None:
-        """Learn again, also where it had stopped to pay."""
+        """Learn again, also where it had stopped to pay, and ask for no more gain than at first."""
         self.paused = False
         self._patience.renew()
+        self.gate.reset()
 
     def waiting_for(self) -> str | None:
         """What keeps the learner from learning, in words; None when nothing does."""
@@ -144,6 +144,12 @@ class Learner:
         if self.replay.num_held_out < 2:
             return f"held-out samples: {self.replay.num_held_out} of 2 (a share of {self.config.held_out_share:g} of all prompts)"
         return self._patience.waiting_for(self.replay.added, self.replay.num_train)
+
+    def publish_waits_for(self) -> str | None:
+        """What keeps the gate from letting any draft through, in words; None when only the draft's quality does."""
+        if self.replay.num_held_out >= MIN_SAMPLES:
+            return None
+        return f"held-out samples: {self.replay.num_held_out} of {MIN_SAMPLES}; where they find no room, --replay-mb makes some"
 
     def run_piece(self) -> float:
         """Run one piece; its duration in ms. Call only when `can_learn`."""
@@ -210,11 +216,15 @@ class Learner:
         known = vars(self.progress).keys()
         self.progress = Progress(**{key: value for key, value in saved.progress.items() if key in known})
 
-    def served_changed(self, state: Mapping[str, torch.Tensor]) -> None:
-        """The engine serves another draft now: measure against it from here on. A pending candidate is dropped."""
-        checkpoint.load_state(self._served, state, "served draft")
-        self._served_objective = self._objective_of(self._served)
+    def prepare_served(self, state: Mapping[str, torch.Tensor]) -> Objective:
+        """What measures a draft that is about to be served. Raises `CheckpointError` for one that could not be served."""
+        return self._objective_of(self._copy(state))
+
+    def served_changed(self, prepared: Objective) -> None:
+        """The engine serves the `prepared` draft now: measure against it from here on. A pending candidate is dropped."""
+        self._served_objective = prepared
         self.drop_candidate()
+        self._patience.renew()
 
     def drop_candidate(self) -> None:
         """Forget the candidate: published, or refused. The next measurement may make a new one."""
@@ -225,7 +235,7 @@ class Learner:
         checkpoint.load_state(model, state, "draft")
         return model
 
-    def _objective_of(self, model: nn.Module):
+    def _objective_of(self, model: nn.Module) -> Objective:
         return self._kind.objective(model, self._target, passes=self.config.num_speculative_tokens)
 
     def _endless(self) -> Iterator[None]:
@@ -269,7 +279,8 @@ class Learner:
             self.progress.tokens += batch.anchors.shape[0]
         loss = self._objective.take_loss()
         norm = float(nn.utils.clip_grad_norm_(self._model.parameters(), self.config.max_gradient_norm))
-        self.progress.gradient_norm = norm
+        # A number that is none would be no JSON.
+        self.progress.gradient_norm = norm if math.isfinite(norm) else None
         yield
         self.progress.zero_gradient_steps += norm == 0
         if not (math.isfinite(loss) and math.isfinite(norm)):

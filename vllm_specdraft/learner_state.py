@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save_file
 
 from trainer_bridge.draft import checkpoint
 from trainer_bridge.errors import CheckpointError
@@ -74,13 +74,12 @@ def write(directory: Path, state: LearnerState) -> None:
     header = {key: value for key, value in vars(state).items() if key not in ("model", "first_moments", "second_moments")}
     metadata = {"format": FORMAT, "state": json.dumps(header), "digest": checkpoint.digest_of(tensors)}
     directory.mkdir(parents=True, exist_ok=True)
-    temporary = directory / f".{FILE}.{os.getpid()}.tmp"
+    temporary = directory / f".{FILE}.{os.getpid()}-{threading.get_native_id()}.tmp"
     try:
-        with temporary.open("wb") as file:
-            file.write(save(tensors, metadata=metadata))
-            file.flush()
-            os.fsync(file.fileno())
+        save_file(tensors, temporary, metadata=metadata)
+        checkpoint.sync(temporary)
         temporary.replace(directory / FILE)
+        checkpoint.sync(directory)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -119,6 +118,11 @@ def read(directory: Path, identity: Mapping[str, Any]) -> LearnerState | None:
 def served_draft(directory: Path) -> Path | None:
     """The draft that an earlier server kept in `directory`, or None when it kept none yet."""
     found = directory / SERVED
+    if not found.exists():
+        # Where folders cannot be exchanged in one step, a kill between the two steps leaves the old one beside its place.
+        for old in directory.glob(f".{SERVED}-*-old"):
+            old.rename(found)
+            break
     return found if found.exists() else None
 
 
@@ -133,10 +137,11 @@ class Checkpointer:
         self._due = time.monotonic() + interval_s
         self._thread: threading.Thread | None = None
         directory.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(directory)
+        self._lock = hold(directory, "--checkpoint-dir")
         # What a killed process was in the middle of.
         for old in directory.glob(f".{FILE}.*.tmp"):
             old.unlink(missing_ok=True)
+        served_draft(directory)
         for old in directory.glob(f".{SERVED}-*"):
             shutil.rmtree(old, ignore_errors=True)
 
@@ -169,13 +174,13 @@ class Checkpointer:
                 checkpoint.save(self.directory / SERVED, served, config)
             write(self.directory, state)
             self.saved_unix_time_s, self.error = time.time(), None
-        except (OSError, CheckpointError, SafetensorError) as error:
-            self.error = f"checkpoint not written: {error}"
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next checkpoint tries again and the status says so
+            self.error = f"checkpoint not written: {type(error).__name__}: {error}"
             logging.getLogger(__name__).error("%s: %s", self.directory, self.error)
 
 
-def _lock(directory: Path) -> IO[str]:
-    """Hold the directory for this process. Raises `CheckpointError` when another one holds it; a dead one holds nothing."""
+def hold(directory: Path, option: str) -> IO[str]:
+    """Hold a directory for this process. Raises `CheckpointError` when another one holds it; a dead one holds nothing."""
     import fcntl
 
     file = (directory / ".lock").open("a")
@@ -183,7 +188,7 @@ def _lock(directory: Path) -> IO[str]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise CheckpointError(f"{directory} is in use by another server: give each its own --checkpoint-dir") from None
+        raise CheckpointError(f"{directory} is in use by another server: give each its own {option}") from None
     return file
 
 

@@ -21,7 +21,7 @@ GIB = 1 << 30
 PROCESSES_BYTES = 2 * GIB
 """Resident memory of the API server, the engine core and the worker without weights, cache and samples, as measured."""
 _FP32 = 4
-DRAFT_COPIES_LEARNING = 8
+DRAFT_COPIES_LEARNING = 12
 """fp32 copies of a draft: the engine's, the learner's with gradients and two moments, the served and the candidate state, and
 the state that a swap loads from."""
 DRAFT_COPIES = 4

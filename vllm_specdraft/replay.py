@@ -30,12 +30,16 @@ class Replay:
     by reason in `dropped`.
     """
 
-    def __init__(self, *, limit_bytes: int, held_out_share: float, seed: int, long_quota: float = 0.0) -> None:
+    def __init__(
+        self, *, limit_bytes: int, held_out_share: float, seed: int, long_quota: float = 0.0, least_held_out: int = 0
+    ) -> None:
         """`limit_bytes`: bound of both stores together; `held_out_share`: share of groups, and of bytes, held out;
-        `long_quota`: share of each draw that goes to the longest answers of the last round."""
+        `long_quota`: share of each draw that goes to the longest answers of the last round; `least_held_out`: so many held-out
+        samples may take more than their share of the bytes, at most half of all."""
         self.limit_bytes, self.held_out_share, self.long_quota = limit_bytes, held_out_share, long_quota
         self.dropped: Counter[str] = Counter()
         self.added = 0
+        self._least_held_out = least_held_out
         self._train: OrderedDict[str, TapSample] = OrderedDict()
         self._held_out: OrderedDict[str, TapSample] = OrderedDict()
         self._bytes = {id(self._train): 0, id(self._held_out): 0}
@@ -65,7 +69,7 @@ class Replay:
             return False
         held_out = self.is_held_out(sample.group_id)
         store = self._held_out if held_out else self._train
-        limit = self.limit_bytes * (self.held_out_share if held_out else 1 - self.held_out_share)
+        limit = self._limit_of(held_out)
         if sample.nbytes > limit:
             self.dropped["too_large"] += 1
             return False
@@ -77,11 +81,23 @@ class Replay:
         self.added += 1
         if not held_out:
             self._round.append(sample.request_id)
-        while self._bytes[id(store)] > limit:
-            # The last round's longest go when nothing else is left but the newcomer.
-            oldest = next((key for key in store if key not in self._longest and key != sample.request_id), next(iter(store)))
-            self._remove(store, oldest, "evicted")
+        self._evict(self._held_out, held_out=True, newcomer=sample.request_id)
+        # What the held-out samples took beyond their share is the training samples' loss.
+        self._evict(self._train, held_out=False, newcomer=sample.request_id)
         return True
+
+    def _limit_of(self, held_out: bool) -> float:
+        """Bytes that one store may hold now."""
+        share = self.held_out_share * self.limit_bytes
+        if not held_out:
+            return self.limit_bytes - max(share, self._bytes[id(self._held_out)])
+        return max(share, 0.5 * self.limit_bytes) if len(self._held_out) <= self._least_held_out else share
+
+    def _evict(self, store: OrderedDict[str, TapSample], *, held_out: bool, newcomer: str) -> None:
+        while store and self._bytes[id(store)] > self._limit_of(held_out):
+            # The last round's longest go when nothing else is left but the newcomer.
+            oldest = next((key for key in store if key not in self._longest and key != newcomer), next(iter(store)))
+            self._remove(store, oldest, "evicted")
 
     def _remove(self, store: OrderedDict[str, TapSample], key: str, reason: str) -> None:
         self._bytes[id(store)] -= store.pop(key).nbytes

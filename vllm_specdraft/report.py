@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any, Protocol
 
@@ -61,7 +62,20 @@ class Agent(Protocol):
 
 
 def of(agent: Agent) -> dict[str, Any]:
-    """The status now."""
+    """The status now, as JSON knows it."""
+    return _finite(_status(agent))
+
+
+def _finite(value: Any) -> Any:
+    """`value` with every number that JSON does not know (NaN, infinity) as None."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _status(agent: Agent) -> dict[str, Any]:
     counters, slot = agent.tap.collector.counters, agent.slots.served
     return {
         "unix_time_s": time.time(),
@@ -100,9 +114,12 @@ def of(agent: Agent) -> dict[str, Any]:
 def _measured(found: MeasuredAcceptance | None) -> dict[str, Any] | None:
     if found is None:
         return None
-    # An infinite error is no JSON number.
-    error = found.standard_error if found.requests > 1 else None
-    return {"length": found.length, "standard_error": error, "requests": found.requests, "steps": found.steps}
+    return {
+        "length": found.length,
+        "standard_error": found.standard_error,
+        "requests": found.requests,
+        "steps": found.steps,
+    }
 
 
 def _learning(agent: Agent) -> dict[str, Any]:
@@ -126,9 +143,10 @@ def _learning(agent: Agent) -> dict[str, Any]:
         "evaluations": progress.evaluations,
         "held_out_served": verdict.served if verdict else None,
         "held_out_candidate": verdict.candidate if verdict else None,
-        "held_out_error": verdict.standard_error if verdict and verdict.standard_error < float("inf") else None,
+        "held_out_error": verdict.standard_error if verdict else None,
         "publish_min_gain": learner.gate.min_gain,
         "waiting_for": agent.learning_stopped or learner.waiting_for(),
+        "publish_waits_for": learner.publish_waits_for(),
         "candidate_ready": candidate is not None,
         "candidate_digest": candidate.digest if candidate else None,
         "checkpoint_unix_time_s": checkpointer.saved_unix_time_s if checkpointer else None,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer_bridge.taps import TapSample
 from vllm_specdraft.taps import EngineTap, FinishedRequest, StepRows
+
+T = TypeVar("T")
 
 
 class RunnerTap:
@@ -28,9 +30,12 @@ class RunnerTap:
         deliver: Callable[[TapSample], object],
         step_began: Callable[[], None],
         step_ended: Callable[[], None],
+        failed: Callable[[Exception], None],
     ) -> None:
+        """`failed` is told when tapping raised; then nothing is tapped any more, and the engine runs on."""
         self._runner = runner
-        self._step_began, self._step_ended = step_began, step_ended
+        self._step_began, self._step_ended, self._failed = step_began, step_ended, failed
+        self._broken = False
         self.collector = EngineTap(
             tap_layers=tap_layers,
             num_speculative_tokens=num_speculative_tokens,
@@ -45,7 +50,7 @@ class RunnerTap:
 
     def _on_execute(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         for request_id in scheduler_output.finished_req_ids:
-            self._finish(request_id)
+            self._guarded(self._finish, request_id)
         if scheduler_output.total_num_scheduled_tokens:
             self._step_began()
         try:
@@ -58,17 +63,31 @@ class RunnerTap:
     def _on_sample(self, *args: Any, **kwargs: Any) -> Any:
         state = self._runner.execute_model_state
         # Read before sampling: bookkeeping moves the batch's counters on.
-        parts = self._parts(state.scheduler_output) if state is not None else []
+        parts = self._guarded(self._parts, state.scheduler_output) if state is not None else None
         try:
             output = self._sample_tokens(*args, **kwargs)
-            if state is not None and state.aux_hidden_states is not None:
-                for part in parts:
-                    part.sampled = output.sampled_token_ids[output.req_id_to_index[part.request_id]]
-                self.collector.step(parts, state.aux_hidden_states, state.hidden_states)
+            if parts is not None and state.aux_hidden_states is not None:
+                self._guarded(self._store, parts, state, output)
             return output
         finally:
             if state is not None:
                 self._step_ended()
+
+    def _guarded(self, work: Callable[..., T], *args: Any) -> T | None:
+        """A guest in the engine's step: what it raises must not end the step."""
+        if self._broken:
+            return None
+        try:
+            return work(*args)
+        except Exception as error:  # noqa: BLE001 - told, and tapping ends
+            self._broken = True
+            self._failed(error)
+            return None
+
+    def _store(self, parts: list[StepRows], state: Any, output: Any) -> None:
+        for part in parts:
+            part.sampled = output.sampled_token_ids[output.req_id_to_index[part.request_id]]
+        self.collector.step(parts, state.aux_hidden_states, state.hidden_states)
 
     def _parts(self, scheduler_output: Any) -> list[StepRows]:
         batch = self._runner.input_batch
@@ -110,7 +129,8 @@ class RunnerTap:
 
 def _refusal(request: Any) -> str | None:
     """Why a request gives no sample: it is no text of the policy. None when it may give one."""
-    if request.prompt_token_ids is None or request.sampling_params is None or request.mm_features:
+    embeds = request.prompt_embeds is not None or request.prompt_is_token_ids is not None
+    if request.prompt_token_ids is None or request.sampling_params is None or request.mm_features or embeds:
         return "no_prompt_ids"
     # An adapter makes another policy of the target: its states have another teacher.
     return "adapter" if request.lora_request is not None else None

@@ -26,6 +26,12 @@ NEVER = "collective_rpc"
 """Route of vLLM's development mode that calls any method of the workers by name: no key opens it."""
 PRIVATE_READS = ("/server_info",)
 """Reads that tell about the machine and its environment."""
+WEIGHT_ROUTES = frozenset(
+    {"/init_weight_transfer_engine", "/start_weight_update", "/start_draft_weight_update", "/update_weights",
+     "/finish_weight_update", "/weight_checker"}
+)  # fmt: skip
+"""Routes of vLLM that write weights behind the learner's back: its teacher, its samples and its account of the served draft would
+be of other weights, and nothing would say so."""
 ANSWERS = ("/v1/", "/v2/", "/inference/", "/cohere/")
 """Prefixes under which answers are made. Without a key, a web page that the server allows may ask there."""
 CHANGES_AMONG_ANSWERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
@@ -101,12 +107,23 @@ def _refusal(scope: _Scope, keys: Sequence[str], allowed_origins: Sequence[str])
     is_read = scope["type"] == "http" and scope["method"] in READS and not path.startswith(PRIVATE_READS)
     if keys:
         if is_read or _has_key(_header(scope, b"authorization"), keys):
-            return None
+            return None if is_read else _conflict(path)
         return 401, "this route needs the server's API key: send `Authorization: Bearer KEY`"
     makes_answers = path.startswith(ANSWERS) and not path.startswith(CHANGES_AMONG_ANSWERS) and scope["type"] == "http"
-    if is_read or makes_answers or _is_own_origin(scope, allowed_origins):
+    if is_read or makes_answers:
         return None
+    if _is_own_origin(scope, allowed_origins):
+        return _conflict(path)
     return 403, "a web page of another origin may not change this server: give the server an --api-key and send it"
+
+
+def _conflict(path: str) -> tuple[int, str] | None:
+    if path.rstrip("/") not in WEIGHT_ROUTES:
+        return None
+    return (
+        409,
+        "the target's weights cannot change under a draft that learns from it; `specdraft serve --plain` has vLLM's own transfer",
+    )
 
 
 def _has_key(authorization: bytes | None, keys: Sequence[str]) -> bool:
@@ -145,7 +162,7 @@ async def _answer(scope: _Scope, send: _Send, status: int, message: str) -> None
         # 1008: policy violation (RFC 6455, 7.4.1).
         await send({"type": "websocket.close", "code": 1008, "reason": message})
         return
-    kind = {401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError"}[status]
+    kind = {401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError", 409: "ConflictError"}[status]
     body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:

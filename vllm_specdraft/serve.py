@@ -133,7 +133,8 @@ def prepare(args: argparse.Namespace, extra: Sequence[str], *, own: Sequence[str
             target=preflight.weights_bytes(target.parameters, options.dtype),
             draft=preflight.draft_bytes(draft_parameters, learns=not args.no_learn),
             kv_cache=kv_gib * preflight.GIB * options.tensor_parallel_size,
-            replay=0 if args.plain else int(args.replay_mb * 1e6),
+            # And the rows of running requests beside it.
+            replay=0 if args.plain else int(1.25 * args.replay_mb * 1e6),
         )
         preflight.check_memory(need, preflight.available_bytes())
     if warning is not None:
@@ -167,6 +168,8 @@ def _draft_for(target: targets.Target, args: argparse.Namespace, console: Consol
 
     targets.check_shapes(target)
     if args.checkpoint_dir is not None and (kept := learner_state.served_draft(args.checkpoint_dir)) is not None:
+        if args.draft != "auto":
+            console.line(f"--draft {args.draft} is not used: {kept} was served last; another --checkpoint-dir would start from it")
         return kept
     if args.draft != "auto":
         return Path(args.draft)
@@ -290,13 +293,10 @@ def new_state_dir() -> Path:
     """A directory for this process's status; those of processes that are gone are swept."""
     root = Path(tempfile.gettempdir())
     for old in root.glob("specdraft-state-*"):
-        owner = old.name.rpartition("-")[2]
+        owner = old.name.removeprefix("specdraft-state-").partition("-")[0]
         if owner.isdigit() and not psutil.pid_exists(int(owner)):
             shutil.rmtree(old, ignore_errors=True)
-    directory = root / f"specdraft-state-{os.getpid()}"
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(mode=0o700)
-    return directory
+    return Path(tempfile.mkdtemp(prefix=f"specdraft-state-{os.getpid()}-"))
 
 
 def become(command: Command) -> None:

@@ -43,15 +43,22 @@ class DraftSlots:
         """`state`: the draft that the engine started with."""
         self.served = Slot(version=version, state=state, digest=checkpoint.digest_of(state))
         self.previous: Slot | None = None
-        """What a rollback would serve; None before the first swap and after a rollback."""
+        """What a rollback would serve: the last draft before this one that saw traffic. None before the first swap and after a
+        rollback."""
         self.rollbacks = rollbacks
         self.records: list[dict[str, Any]] = []
 
-    def swapped(self, wanted: Wanted, digest: str, **facts: Any) -> dict[str, Any]:
-        """`wanted` serves from here on; its publish record, `facts` included."""
+    def swapped(self, wanted: Wanted, digest: str, *, was_measured: bool, **facts: Any) -> dict[str, Any]:
+        """`wanted` serves from here on; its publish record, `facts` included.
+
+        `was_measured`: whether the draft that is replaced saw enough traffic to be one to go back to.
+        """
         old = self.served
         self.served = Slot(version=old.version + 1, state=wanted.state, digest=digest)
-        self.previous = None if wanted.rollback else old
+        if wanted.rollback:
+            self.previous = None
+        elif was_measured or self.previous is None:
+            self.previous = old
         self.rollbacks += wanted.rollback
         verdict = wanted.verdict
         record = {

@@ -59,11 +59,15 @@ class DraftSwap:
 
         Raises `SwapError`, or whatever vLLM raised; then the old draft is back and the target was never written.
         """
-        before = _fingerprint(self._target)
-        shared = self._detach_shared()
-        snapshot = _Snapshot(self.model)
+        shared: list[tuple[nn.Module, str, nn.Module]] = []
+        snapshot: _Snapshot | None = None
         failure: BaseException | None = None
         try:
+            before = _fingerprint(self._target)
+            shared = self._shared()
+            for parent, name, _ in shared:
+                del parent._modules[name]
+            snapshot = _Snapshot(self.model)
             with torch.no_grad():
                 self._reload(state)
                 self._check(state)
@@ -72,23 +76,25 @@ class DraftSwap:
         finally:
             for parent, name, module in shared:
                 parent._modules[name] = module
-        if _fingerprint(self._target) != before:
+        if failure is None and _fingerprint(self._target) != before:
             failure = SwapError("the swap touched the target's weights; the old draft is back, restart the engine")
-        if not agree(failure is None):
-            snapshot.restore()
+        agreed = False
+        try:
+            agreed = agree(failure is None)
+        finally:
+            if not agreed and snapshot is not None:
+                snapshot.restore()
+        if not agreed:
             raise failure or SwapError("another rank refused the draft; the old one is back on all")
 
-    def _detach_shared(self) -> list[tuple[nn.Module, str, nn.Module]]:
-        """Take modules that are the target's own objects out of the draft's tree."""
-        shared = [
+    def _shared(self) -> list[tuple[nn.Module, str, nn.Module]]:
+        """Modules in the draft's tree that are the target's own objects: parent, name, module."""
+        return [
             (parent, name, child)
             for parent in self.model.modules()
             for name, child in parent.named_children()
             if id(child) in self._target_modules
         ]
-        for parent, name, _ in shared:
-            del parent._modules[name]
-        return shared
 
     def _reload(self, state: Mapping[str, torch.Tensor]) -> None:
         from vllm.config import set_current_vllm_config

@@ -48,6 +48,10 @@ class _Rows:
         self._data[start:stop] = rows
         self._known[start:stop] = True
 
+    def grows_at(self, stop: int) -> bool:
+        """Whether rows up to `stop` need more memory than the store has."""
+        return min(stop, self._limit) > self._data.shape[0]
+
     def first_rows(self, count: int) -> torch.Tensor | None:
         """Rows ``0..count-1``, or None when one of them was never seen."""
         if count > self._data.shape[0] or not bool(self._known[:count].all()):
@@ -129,6 +133,7 @@ class EngineTap:
         """Prompt rows that came from another request."""
         self.cut_samples = 0
         """Samples of which only the first `max_sample_tokens` tokens were kept."""
+        self._num_speculative_tokens = num_speculative_tokens
         self._policy_version, self._deliver = policy_version, deliver
         self._max_sample_tokens, self._limit_bytes = max_sample_tokens, limit_bytes
         self._prefixes = PrefixIndex()
@@ -149,7 +154,7 @@ class EngineTap:
             taps: per tap layer ``[tokens, hidden]``, the step's flat batch.
             final: ``[tokens, hidden]``, after the target's final norm.
         """
-        holes: list[StepRows] = []
+        holes: list[tuple[StepRows, int]] = []
         for part in parts:
             self._count(part)
             if part.request_id in self._untapped or part.start >= self._max_sample_tokens:
@@ -166,13 +171,14 @@ class EngineTap:
                 if store is None:
                     continue
                 if part.start:
-                    holes.append(part)
+                    holes.append((part, standing))
+            elif store.grows_at(part.start + standing) and self.running_bytes > self._limit_bytes:
+                self._give_up(part.request_id, "tap_memory")
+                continue
             store.write(part.start, torch.cat([*(tap[rows] for tap in taps), final[rows]], -1).float())
-            if not holes or holes[-1] is not part:
+            if not holes or holes[-1][0] is not part:
                 self._index(store, min(part.start + standing, len(part.prompt_ids)))
-        # After all rows are there: a sibling of the same step may have computed what a hit spared this one.
-        for part in holes:
-            self._fill(part)
+        self._fill(holes)
 
     def _open(self, part: StepRows, width: int) -> _Rows | None:
         """A store for a request that starts, or None when it is not tapped."""
@@ -187,17 +193,34 @@ class EngineTap:
         self._rows[part.request_id], self._versions[part.request_id] = store, version
         return store
 
-    def _fill(self, part: StepRows) -> None:
-        store = self._rows[part.request_id]
-        found = self._prefixes.find(store.chain, part.start)
-        if found is None:
+    def _fill(self, holes: list[tuple[StepRows, int]]) -> None:
+        """Fill the first rows of requests that start behind a prefix-cache hit.
+
+        After all rows of the step are there, and again while that helps: what a hit spared one request, a sibling of the same
+        step may have computed, behind a hit of its own.
+        """
+        while holes:
+            left = []
+            for part, standing in holes:
+                store = self._rows[part.request_id]
+                found = self._prefixes.find(store.chain, part.start)
+                if found is None:
+                    left.append((part, standing))
+                    continue
+                store.write(0, found)
+                self.filled_rows += part.start
+                self._index(store, min(part.start + standing, len(part.prompt_ids)))
+            if len(left) == len(holes):
+                break
+            holes = left
+        for part, _ in holes:
             # Without these rows nothing of the request can be learned from.
-            del self._rows[part.request_id]
-            self._untapped[part.request_id] = "hole"
-            return
-        store.write(0, found)
-        self.filled_rows += part.start
-        self._index(store, min(part.start, len(part.prompt_ids)))
+            self._give_up(part.request_id, "hole")
+
+    def _give_up(self, request_id: str, reason: str) -> None:
+        """Tap a request no longer; `reason` is counted when it ends."""
+        del self._rows[request_id]
+        self._untapped[request_id] = reason
 
     def _index(self, store: _Rows, known: int) -> None:
         """Let the prefix index know of the prompt's blocks among the first `known` rows."""
@@ -215,7 +238,9 @@ class EngineTap:
         counters.draft_steps += 1
         counters.drafted_tokens += part.num_drafts
         counters.accepted_tokens += accepted
-        self.acceptance.step(part.request_id, accepted)
+        if part.num_drafts == self._num_speculative_tokens:
+            # A large batch is drafted for with fewer tokens: its steps say nothing about how good the draft is.
+            self.acceptance.step(part.request_id, accepted)
         for position in range(min(accepted, len(counters.per_position))):
             counters.per_position[position] += 1
 

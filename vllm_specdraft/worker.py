@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from trainer_bridge.draft import checkpoint, registry
-from trainer_bridge.draft.interface import FrozenTarget
+from trainer_bridge.draft.interface import FrozenTarget, Objective
 from trainer_bridge.errors import BridgeError
 from vllm_specdraft import compat, learner_state, report, status
 from vllm_specdraft.config import EngineConfig
-from vllm_specdraft.gate import Probation, probation
+from vllm_specdraft.gate import MIN_SAMPLES, Probation, probation
 from vllm_specdraft.idle import IdleMonitor, IdleState
 from vllm_specdraft.learner import Learner
 from vllm_specdraft.learner_state import Checkpointer
@@ -30,9 +30,12 @@ from vllm_specdraft.swap import DraftSwap, target_digest
 
 logger = logging.getLogger(__name__)
 
+UNREAD = frozenset({learner_state.VERSION_KEY, "dtype", "torch_dtype", "transformers_version", "_name_or_path"})
+"""Entries of a draft's config that do not change what it computes."""
 STATUS_INTERVAL_S = 0.3
 TAP_SHARE = 0.25
 """Rows of running requests may take this share of the replay's bytes, on top of them."""
+ROLLBACK_TRIES = 3
 CLOSE_S = 4.0
 """Longest that the end of the process waits for its last checkpoint, in seconds."""
 
@@ -115,6 +118,7 @@ class WorkerAgent:
         self.config = config
         self._ranks = ranks
         self._state_dir = Path(config.state_dir)
+        self._state_lock = learner_state.hold(self._state_dir, "--state-dir")
         self._model_config = checkpoint.read_config(Path(config.draft_dir))
         self.kind = registry.of_config(self._model_config)
         state = checkpoint.read_state(Path(config.draft_dir))
@@ -126,6 +130,7 @@ class WorkerAgent:
             held_out_share=config.held_out_share,
             seed=config.seed,
             long_quota=config.long_quota,
+            least_held_out=MIN_SAMPLES,
         )
         with torch.random.fork_rng(devices=[]):
             # The engine draws unseeded samples from the global generator.
@@ -150,6 +155,7 @@ class WorkerAgent:
         self.learning_stopped: str | None = None
         self.rollback_wanted: int | None = None
         self._on_probation = self._round_open = self._served_unsaved = False
+        self._rollback_failures = 0
         self._saved_steps = self.learner.progress.steps
         self._status_due = 0.0
         self._step_began = 0.0
@@ -165,6 +171,7 @@ class WorkerAgent:
             deliver=self.replay.add,
             step_began=self._on_step_began,
             step_ended=self._on_step_ended,
+            failed=self._on_tap_failed,
         )
         self._write_status(force=True)
 
@@ -209,7 +216,10 @@ class WorkerAgent:
         if checkpointer is None or checkpointer.busy:
             return
         learned = self.learner.progress.steps != self._saved_steps
-        if self._served_unsaved or (learned and checkpointer.due):
+        failed = checkpointer.error is not None
+        if checkpointer.due if failed else self._served_unsaved or (learned and checkpointer.due):
+            # What a failed one did not write is still to be written.
+            self._served_unsaved |= failed
             self._start_checkpoint(checkpointer)
 
     def _start_checkpoint(self, checkpointer: Checkpointer) -> None:
@@ -226,6 +236,9 @@ class WorkerAgent:
             return
         try:
             checkpointer.wait(CLOSE_S)
+            if checkpointer.busy:
+                raise TimeoutError(f"an earlier one was not done in {CLOSE_S:g} s")
+            self._served_unsaved |= checkpointer.error is not None
             self._start_checkpoint(checkpointer)
             checkpointer.wait(CLOSE_S)
         except Exception:
@@ -244,6 +257,10 @@ class WorkerAgent:
         self.engine_step_seconds += time.perf_counter() - self._step_began
         self._write_status()
 
+    def _on_tap_failed(self, error: Exception) -> None:
+        logger.error("tapping stopped", exc_info=error)
+        self.last_error = f"tapping stopped: {type(error).__name__}: {error}"
+
     def swap(self, request: dict[str, Any]) -> dict[str, Any]:
         """Serve another draft from the next step on; the old one stays if anything fails.
 
@@ -259,41 +276,46 @@ class WorkerAgent:
             with torch.inference_mode(False):
                 return self._swap(request)
         except Exception as error:
-            self.learner.drop_candidate()
-            if "rollback" in request:
-                # Asked for once: the next verdict needs a new draft on probation.
-                self.rollback_wanted, self._on_probation = None, False
+            candidate = self.learner.candidate
+            if candidate is not None and request.get("candidate") == candidate.digest:
+                # It would fail again.
+                self.learner.drop_candidate()
+            if request.get("rollback") is not None:
+                self._rollback_failures += 1
+                if self._rollback_failures >= ROLLBACK_TRIES:
+                    self.rollback_wanted, self._on_probation = None, False
             self.last_error = f"swap refused, still serving draft {self.slots.served.version}: {error}"
             self._write_status(force=True)
             raise
 
     def _swap(self, request: dict[str, Any]) -> dict[str, Any]:
-        found: list[tuple[Wanted, str]] = []
+        found: list[tuple[Wanted, str, Objective]] = []
 
         def choose() -> dict[str, Any]:
             wanted = self._wanted(request)
-            found.append((wanted, checkpoint.digest_of(wanted.state)))
+            found.append((wanted, checkpoint.digest_of(wanted.state), self.learner.prepare_served(wanted.state)))
             return {"state": wanted.state}
 
         # All that can fail here comes before the other ranks begin: they would wait for this one.
         self._ranks.share(choose)
-        wanted, digest = found[0]
+        wanted, digest, prepared = found[0]
         began = time.perf_counter()
         self.swapper.apply(wanted.state, self._ranks.all_agree)
         swap_ms = 1e3 * (time.perf_counter() - began)
+        # From here on it serves, and nothing below may fail.
         record = self.slots.swapped(
             wanted,
             digest,
+            was_measured=self.tap.collector.acceptance.draft_changed(),
             swap_ms=round(swap_ms, 2),
             learned_seconds=round(self.learner.progress.seconds, 3),
             target_untouched=target_digest(self._target_model) == self.target_digest,
         )
-        self.learner.served_changed(wanted.state)
-        if wanted.rollback:
+        self.learner.served_changed(prepared)
+        if request.get("rollback") is not None:
             self.learner.gate.setback()
-        self.rollback_wanted = None
+        self.rollback_wanted, self._rollback_failures = None, 0
         self._on_probation = wanted.verdict is not None
-        self.tap.collector.acceptance.draft_changed()
         self.recent.clear()
         self._served_unsaved = True
         self._write_status(force=True)
@@ -321,7 +343,8 @@ class WorkerAgent:
     def _read_draft(self, directory: Path) -> dict[str, torch.Tensor]:
         """A checkpoint that fits the served draft's shapes and vocabulary. Raises `CheckpointError`."""
         model, config = self.kind.load(directory)
-        for key in ("eagle_aux_hidden_state_layer_ids", "draft_vocab_size", "hidden_size", "vocab_size"):
+        for key in sorted((config.keys() | self._model_config.keys()) - UNREAD):
+            # The engine built its draft from this config once: another value would be another function of the same weights.
             if config.get(key) != self._model_config.get(key):
                 raise BridgeError(f"{directory}: {key} is {config.get(key)}, the engine serves {self._model_config.get(key)}")
         return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
@@ -354,9 +377,12 @@ class WorkerAgent:
         if self.checkpointer is None:
             raise BridgeError("there is no directory for checkpoints: start the server with --checkpoint-dir")
         self.checkpointer.wait()
-        self._served_unsaved = True
-        self._start_checkpoint(self.checkpointer)
-        self.checkpointer.wait()
+        if not self.checkpointer.busy:
+            self._served_unsaved = True
+            self._start_checkpoint(self.checkpointer)
+            self.checkpointer.wait()
+        if self.checkpointer.busy:
+            raise BridgeError("the checkpoint is still being written: the status says when it is done")
         if self.checkpointer.error is not None:
             raise BridgeError(self.checkpointer.error)
 
@@ -372,16 +398,17 @@ class WorkerAgent:
             self.rollback_wanted = self.slots.served.version
         elif found is Probation.PASSED:
             self._on_probation = False
-            self.learner.gate.confirmed()
+            self.learner.gate.reset()
 
     def _write_status(self, *, force: bool = False) -> None:
         now = time.monotonic()
         if not force and now < self._status_due:
             return
-        self._watch_probation()
-        self._save_if_due()
-        try:
-            status.write(self._state_dir, report.of(self))
-        except OSError as error:
-            logger.warning("cannot write the status file: %s", error)
         self._status_due = now + STATUS_INTERVAL_S
+        try:
+            self._watch_probation()
+            self._save_if_due()
+            status.write(self._state_dir, report.of(self))
+        except Exception:
+            # Called around the engine's steps: whatever goes wrong here must not end them.
+            logger.exception("the status was not written")

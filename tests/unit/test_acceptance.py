@@ -40,7 +40,7 @@ def test_nothing_measured_is_none_and_one_request_has_no_error() -> None:
 
 
 def test_each_draft_has_the_steps_it_drafted_for() -> None:
-    """A request in the middle of a swap counts for both, each with its own steps."""
+    """A request in the middle of a swap counts for the old one only, and only until then: its KV cache is the old draft's."""
     log = AcceptanceLog()
     for accepted in (3, 3):
         log.step("a", accepted)
@@ -50,10 +50,17 @@ def test_each_draft_has_the_steps_it_drafted_for() -> None:
     log.step("a", 0)
     log.finish("a")
     log.finish("never seen")
+    log.step("c", 2)
+    log.finish("c")
     before, served = log.before(), log.served()
     assert before is not None and served is not None
     assert (before.requests, before.steps, before.length) == (2, 3, pytest.approx(1 + 7 / 3))
-    assert (served.requests, served.steps, served.length) == (1, 1, 1.0)
+    assert (served.requests, served.steps, served.length) == (1, 1, 3.0)
+    log.step("a", 1)
+    log.finish("a")
+    again = log.served()
+    assert again is not None
+    assert again.requests == 2, "the name is free again"
 
 
 def test_a_clear_loss_fails_and_a_gain_passes_in_time() -> None:
@@ -81,7 +88,10 @@ def test_a_setback_asks_for_more_and_a_confirmation_for_no_more_than_at_first() 
     gate.setback()
     gate.setback()
     assert gate.min_gain == pytest.approx(0.08)
-    gate.confirmed()
+    for _ in range(20):
+        gate.setback()
+    assert gate.min_gain == 0.5, "never so much that nothing could be published again"
+    gate.reset()
     assert gate.min_gain == 0.02
 
 
@@ -103,14 +113,34 @@ def test_learning_rests_when_nothing_gets_better_and_goes_on_with_new_samples() 
     assert patience.waiting_for(48, 38) is None, "new samples are a new measure: the old best is forgotten"
 
 
-def test_progress_and_publishes_keep_it_learning() -> None:
+def test_progress_keeps_it_learning_and_a_candidate_that_nobody_publishes_does_not() -> None:
     patience = Patience(evaluations=2)
     for step in range(20):
         patience.judged(verdict(1.5 + 0.006 * step), 40)
         assert patience.waiting_for(40, 30) is None
-    for _ in range(20):
-        patience.judged(verdict(1.0, publish=True), 40)
-        assert patience.waiting_for(40, 30) is None
+    for _ in range(2):
+        patience.judged(verdict(1.6, publish=True), 40)
+    assert patience.waiting_for(40, 30) is not None
+    patience.renew()
+    assert patience.waiting_for(40, 30) is None
+
+
+def test_a_draft_that_saw_no_traffic_is_not_what_the_next_one_is_compared_with() -> None:
+    """Two drafts published in one pause: the second is judged against the last that was measured."""
+    log = AcceptanceLog()
+    for request in range(10):
+        for _ in range(25):
+            log.step(str(request), 2)
+        log.finish(str(request))
+    assert log.draft_changed() is True
+    assert log.draft_changed() is False
+    before = log.before()
+    assert before is not None
+    assert (before.length, before.requests) == (3.0, 10)
+    log.step("few", 0)
+    log.finish("few")
+    assert log.draft_changed() is False
+    assert log.before() == before
 
 
 def test_a_tenth_of_many_samples_must_be_new() -> None:

@@ -256,6 +256,14 @@ def test_without_samples_or_when_paused_it_waits_and_says_for_what(
     assert (learner.waiting_for() or "").startswith(missing or "")
 
 
+@pytest.mark.parametrize(("held_out", "waits"), [(5, True), (6, False)])
+def test_too_few_held_out_samples_for_any_publish_are_said(held_out: int, waits: bool) -> None:
+    everything = [answer(i) for i in range(80)]
+    side = Replay(limit_bytes=1, held_out_share=0.3, seed=0).is_held_out
+    learner = make([one for one in everything if side(one.group_id)][:held_out])
+    assert (learner.publish_waits_for() == "held-out samples: 5 of 6; where they find no room, --replay-mb makes some") is waits
+
+
 # What is served is not touched.
 
 
@@ -267,7 +275,7 @@ def test_training_never_writes_a_served_tensor() -> None:
     run(learner, 25)
     assert checkpoint.digest_of(learner.state()) != digest
     assert checkpoint.digest_of(state) == digest
-    assert checkpoint.digest_of(learner._served.state_dict()) == digest
+    assert checkpoint.digest_of(learner._served_objective.model.state_dict()) == digest
     assert torch.equal(target.embedding, TARGET.embedding)
     assert torch.equal(target.head, TARGET.head)
     assert target.embedding.grad is None
@@ -344,12 +352,12 @@ def test_another_served_draft_drops_the_candidate_and_is_measured_against() -> N
     run(learner, 100)
     candidate = learner.candidate
     assert candidate is not None
-    learner.served_changed(candidate.state)
+    learner.served_changed(learner.prepare_served(candidate.state))
     assert (learner.candidate, learner.verdict) == (None, None)
     run(learner, 20)
     assert learner.verdict is not None
     assert learner.verdict.served > 2.5
-    assert checkpoint.digest_of(learner._served.state_dict()) == candidate.digest
+    assert checkpoint.digest_of(learner._served_objective.model.state_dict()) == candidate.digest
 
 
 def test_a_draft_swapped_in_at_any_moment_never_meets_a_candidate_of_before() -> None:
@@ -368,7 +376,7 @@ def test_a_draft_swapped_in_at_any_moment_never_meets_a_candidate_of_before() ->
         for _ in range(pieces):
             learner.run_piece()
         published += learner.candidate is not None
-        learner.served_changed(best)
+        learner.served_changed(learner.prepare_served(best))
         moments += 1
         for _ in range(40):
             learner.run_piece()
@@ -530,9 +538,9 @@ def test_the_served_draft_keeps_its_vocabulary_until_the_swap() -> None:
     learner = make([answer(i, cycle=OTHER_CYCLE) for i in range(16)])
     run(learner, 1)
     assert learner.progress.vocabulary_changes == 2
-    assert learner._served.kept().tolist() == list(KEPT)
-    learner.served_changed(learner.state())
-    assert learner._served.kept().tolist() == learner._model.kept().tolist() != list(KEPT)
+    assert learner._served_objective.model.kept().tolist() == list(KEPT)
+    learner.served_changed(learner.prepare_served(learner.state()))
+    assert learner._served_objective.model.kept().tolist() == learner._model.kept().tolist() != list(KEPT)
 
 
 # The size of the pieces.

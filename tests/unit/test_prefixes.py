@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.engine_play import Play, assert_whole
+from tests.engine_play import Play, assert_whole, true_rows
 from vllm_specdraft.prefixes import BLOCK_TOKENS, PrefixChain
 
 LONG = list(range(100, 140))
@@ -172,3 +172,30 @@ def test_rows_beyond_the_longest_sample_are_not_held() -> None:
     sample = play.finish("a", [11, 12, 13, 14, 15], list(range(21, 77)))
     assert_whole(sample, "a", [11, 12, 13, 14, 15], [21, 22, 23])
     assert play.tap.cut_samples == 1
+
+
+def test_a_hit_behind_a_hit_of_the_same_step_is_filled_too() -> None:
+    """A system prompt that somebody else computed, then siblings of a new prompt: the first hits the one and computes the rest,
+    which the others hit. Whatever their order in the batch."""
+    prompt = list(range(100, 180))
+    play = play_with(old=prompt[:40], a=prompt, b=prompt, c=prompt)
+    play.step(("old", 0, 40, 0, [21]))
+    play.step(("b", 64, 16, 0, [31]), ("a", 32, 48, 0, [41]), ("c", 64, 16, 0, [51]))
+    play.step(("a", 80, 1, 0, [42]), ("b", 80, 1, 0, [32]), ("c", 80, 1, 0, [52]))
+    assert_whole(play.finish("a", prompt, [41, 42]), "a", prompt, [41, 42], filled=("old", 32))
+    for request in ("b", "c"):
+        sample = play.finish(request, prompt, [31, 32] if request == "b" else [51, 52])
+        assert sample is not None
+        first = torch.cat([true_rows("old", 1, range(32)), true_rows("a", 1, range(32, 64)), true_rows(request, 1, range(64, 81))])
+        assert torch.equal(sample.taps[:, : first.shape[1]], first)
+    assert play.tap.dropped == Counter()
+
+
+def test_a_request_that_outgrows_the_bound_is_given_up() -> None:
+    play = Play(limit_bytes=300 * 4 * 4 * 4)
+    play.step(("a", 0, 5, 0, [21]), ("b", 0, 5, 0, [31]))
+    for position in range(5, 300):
+        play.step(("a", position, 1, 0, [position + 17]))
+    assert play.finish("a", [11, 12, 13, 14, 15], list(range(21, 317))) is None
+    assert_whole(play.finish("b", [11, 12, 13, 14, 15], [31]), "b", [11, 12, 13, 14, 15], [31])
+    assert play.tap.dropped == Counter(tap_memory=1)

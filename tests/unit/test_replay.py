@@ -320,3 +320,27 @@ def test_samples_of_older_policies_expire_and_are_counted() -> None:
     assert {sample.request_id for sample in store.draw(20)} == set(new)
     assert store.nbytes == sum(sample.nbytes for sample in store._train.values())
     assert store.expire(4) == 0
+
+
+def test_a_few_held_out_samples_find_room_however_large_they_are() -> None:
+    """Their share of the bytes holds one sample; the gate needs six. They take the room from the training samples."""
+    limit = 14 * BYTES
+    store = Replay(limit_bytes=limit, held_out_share=0.1, seed=0, least_held_out=6)
+    train, held = groups(held_out=False, share=0.1), groups(held_out=True, share=0.1)
+    for index in range(30):
+        assert store.add(on_side(train[index % len(train)], index))
+        assert store.nbytes <= limit
+    assert store.num_train == 12
+    for index in range(9):
+        assert store.add(on_side(held[index % len(held)], 100 + index))
+        assert store.nbytes <= limit
+    assert store.num_held_out == 6
+    assert store.num_train == 8
+
+
+def test_no_least_number_keeps_the_held_out_to_their_share() -> None:
+    store = Replay(limit_bytes=20 * BYTES, held_out_share=0.1, seed=0)
+    held = groups(held_out=True, share=0.1)
+    for index in range(9):
+        store.add(on_side(held[index % len(held)], index))
+    assert store.num_held_out == 2

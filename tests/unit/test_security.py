@@ -69,7 +69,7 @@ def test_whatever_is_no_read_needs_the_key(path: str) -> None:
     for method in ("POST", "PUT", "DELETE", "PATCH"):
         assert http.request(method, path).status_code == 401
         for key in ("right", "other"):
-            assert http.request(method, path, headers=bearer(key)).status_code == 200
+            assert http.request(method, path, headers=bearer(key)).status_code == (409 if path in security.WEIGHT_ROUTES else 200)
 
 
 @pytest.mark.parametrize(
@@ -137,8 +137,16 @@ def test_empty_keys_are_none() -> None:
 
 
 def test_without_a_key_programs_are_let_in() -> None:
-    for path in (*CHANGES, ANSWER):
+    for path in set(CHANGES) - security.WEIGHT_ROUTES | {ANSWER}:
         assert client().post(path).status_code == 200
+
+
+def test_weights_are_not_written_behind_the_learner_s_back() -> None:
+    """With or without a key, and in words: the teacher and every sample would be of other weights."""
+    for http, headers in ((client(), {}), (client(keys=["right"]), bearer("right"))):
+        refused = http.post("/update_weights", headers=headers)
+        assert refused.status_code == 409
+        assert "--plain" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -232,20 +232,18 @@ def test_each_process_has_a_state_directory_of_its_own_and_sweeps_those_of_the_g
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """C16: one that a killed server left behind goes; that of a living process and other people's folders stay."""
-    monkeypatch.setattr(serve.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(serve.tempfile, "tempdir", str(tmp_path))
     gone, alive = 2**22 + 17, os.getppid()
-    for name in (f"specdraft-state-{gone}", f"specdraft-state-{alive}", "specdraft-state-mine", "something-else"):
+    for name in (f"specdraft-state-{gone}-x1", f"specdraft-state-{alive}-x2", "specdraft-state-mine", "something-else"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "status.json").write_text("{}")
-    stale = tmp_path / f"specdraft-state-{os.getpid()}"
-    stale.mkdir()
-    (stale / "status.json").write_text("{}")
-    found = serve.new_state_dir()
-    assert found == stale
-    assert list(found.iterdir()) == [], "nothing of an earlier process of the same number"
+    found, another = serve.new_state_dir(), serve.new_state_dir()
+    assert found != another, "nothing of an earlier process of the same number"
+    another.rmdir()
+    assert list(found.iterdir()) == []
     assert found.stat().st_mode & 0o777 == 0o700
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {found.name, f"specdraft-state-{alive}", "specdraft-state-mine", "something-else"}
+    assert names == {found.name, f"specdraft-state-{alive}-x2", "specdraft-state-mine", "something-else"}
 
 
 # Plugins.

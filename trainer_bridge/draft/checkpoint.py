@@ -34,6 +34,15 @@ def digest_of(state: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
+def sync(path: Path) -> None:
+    """Have a file's content, or a folder's entries, on the disk before this returns."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def _exchange(first: Path, second: Path) -> bool:
     """Swap two folders in one step (Linux). False when the system or the file system cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
@@ -81,10 +90,13 @@ def save(directory: Path, state: Mapping[str, torch.Tensor], config: Mapping[str
         save_file({name: tensor.detach().contiguous() for name, tensor in state.items()}, staging / WEIGHTS)
         (staging / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
         staging.chmod(0o755)
+        for path in (staging / WEIGHTS, staging / CONFIG, staging):
+            sync(path)
         if directory.exists():
             _replace(directory, staging)
         else:
             staging.rename(directory)
+        sync(directory.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

@@ -74,6 +74,7 @@ class Session:
         self.rhythm = rhythm
         self.rounds: list[Burst] = []
         self.idle_s = 0.0
+        self.kv_gib = kv_gib
         self._options = ("--kv-gib", str(kv_gib))
         self._live_options = (*self._options, *options)
         self._make_server = make_server or _server_class()
