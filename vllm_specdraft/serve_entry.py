@@ -84,6 +84,8 @@ def _children_leave_ctrl_c_to_us() -> None:
 
     @functools.wraps(original)
     def start(self: multiprocessing.process.BaseProcess) -> None:
+        # Started inside, the tracker would unblock the signal again before the child begins.
+        resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             original(self)

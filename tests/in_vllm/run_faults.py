@@ -117,6 +117,22 @@ def probation(llm: Any, prompts: list[list[int]], worse: dict[str, Any]) -> dict
     return {"served": served, "judged": judged, "record": tiny_engine.swap(llm, {"rollback": judged["rollback_wanted"]})}
 
 
+def break_guest(worker: Any, guest: str | None) -> None:
+    """In the worker: let something of ours fail that runs inside the engine's steps; None mends it."""
+    agent = worker.specdraft_agent
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise InjectedError(guest)
+
+    if guest == "the checkpoint":
+        agent._save_if_due = fail
+    elif guest == "the taps":
+        agent.tap.collector.step = fail
+    else:
+        vars(agent).pop("_save_if_due", None)
+        vars(agent.tap.collector).pop("step", None)
+
+
 FAULTS: tuple[tuple[str, Any], ...] = (
     ("before the reload", None),
     ("after all layers went to meta", None),
@@ -179,6 +195,11 @@ def exercise(arguments: dict[str, Any]) -> None:
         assert attempt({"draft": arguments["out"] + "/learned"}) is None
         seen["end"] = look()
         seen["probation"] = probation(llm, prompts, first)
+        for guest in ("the checkpoint", "the taps"):
+            llm.collective_rpc(break_guest, args=(guest,))
+            seen[guest] = look()
+            llm.collective_rpc(break_guest, args=(None,))
+        seen["guests"] = tiny_engine.control(llm, "status")
     torch.save(seen, Path(arguments["out"]) / "seen.pt")
     fresh_config = tiny_engine.config_of({**arguments, "drafts": {"fresh": arguments["out"] + "/learned"}}, "fresh")
     with tiny_engine.engine(arguments["targets"]["faults"], fresh_config, **OPTIONS) as llm:

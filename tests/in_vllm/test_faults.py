@@ -80,6 +80,13 @@ def test_a_draft_that_accepts_less_than_promised_is_taken_back(seen: dict[str, A
     assert record["origin"].startswith(f"rollback of draft {served['draft_version']} ")
 
 
+@pytest.mark.parametrize("guest", ["the checkpoint", "the taps"])
+def test_what_fails_inside_a_step_ends_no_step(seen: dict[str, Any], guest: str) -> None:
+    """Taps, status and checkpoints are guests in the engine: it answers on, and says what failed."""
+    assert seen[guest]["answers"] == seen["end"]["answers"]
+    assert "tapping stopped: InjectedError" in seen["guests"]["last_error"]
+
+
 def test_after_all_a_swap_serves_what_a_fresh_engine_serves(seen: dict[str, Any], ran: Path) -> None:
     """Case B11: the same weights again, the same answers; same counts on repeated prompts, so neither weights nor KV of any draft
     in between are left."""

@@ -3,11 +3,13 @@ user; a refused draft that leaves the engine in pieces."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from pathlib import Path
 
 import requests
+from safetensors.torch import load_file, save_file
 
 from tests.in_vllm import engines
 from vllm_specdraft import drafts
@@ -64,7 +66,23 @@ def test_a_bad_draft_is_refused_by_name_and_the_old_one_serves_on(
     weights = truncated / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     other = drafts.init(target, tmp_path / "other", draft_vocab_size=512)
-    for draft, word in ((tmp_path / "nowhere", "config.json"), (truncated, "model.safetensors"), (other, "draft_vocab_size")):
+    contradiction = tmp_path / "contradiction"
+    shutil.copytree(learned, contradiction)
+    state = load_file(contradiction / "model.safetensors")
+    state["d2t"][7] = 10**6
+    save_file(state, contradiction / "model.safetensors")
+    slower = tmp_path / "slower"
+    shutil.copytree(learned, slower)
+    config = json.loads((slower / "config.json").read_text())
+    (slower / "config.json").write_text(json.dumps({**config, "rope_theta": 5.0}))
+    for draft, word in (
+        (tmp_path / "nowhere", "config.json"),
+        (truncated, "model.safetensors"),
+        (other, "draft_vocab_size"),
+        # Served, this one would end the engine, the next compute another function of the same weights.
+        (contradiction, "d2t and t2d contradict"),
+        (slower, "rope_theta"),
+    ):
         refused = engines.post(live.url, "publish", {"draft": str(draft)})
         assert refused.status_code == 409
         assert word in refused.json()["error"]
@@ -77,6 +95,12 @@ def test_a_bad_draft_is_refused_by_name_and_the_old_one_serves_on(
 def test_malformed_control_requests_are_refused(live: Server) -> None:
     assert engines.post(live.url, "train", {"action": "sleep"}).status_code == 400
     assert engines.post(live.url, "publish", {"draft_dir": "/x"}).status_code == 400
+    for nothing in ("", None, 5):
+        assert engines.post(live.url, "publish", {"draft": nothing}).status_code == 400
+    assert engines.post(live.url, "rollback", {"version": 1}).status_code == 400
+    assert engines.post(live.url, "taps", {"enabled": "no"}).status_code == 400
+    refused = engines.post(live.url, "checkpoint", {})
+    assert refused.status_code == 409 and "--checkpoint-dir" in refused.json()["error"]
     assert engines.post(live.url, "save", {}).status_code == 400
     route = f"{live.url}/specdraft/train"
     assert requests.post(route, data="{", headers={"Content-Type": "application/json"}, timeout=10).status_code == 400
