@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer_bridge.errors import CheckpointError, ConfigError
+from vllm_specdraft import target as targets
 from vllm_specdraft.embedded import cache_dir
 
 if TYPE_CHECKING:
@@ -98,10 +99,7 @@ class TargetWeights(Mapping[str, "torch.Tensor"]):
 
 def read_target(target: Path) -> tuple[dict[str, Any], TargetWeights]:
     """Config and weights of a target directory. Raises `ConfigError` for a model that no draft can be made for."""
-    path = Path(target) / "config.json"
-    if not path.exists():
-        raise _no_model(target)
-    config = json.loads(path.read_text())
+    config = targets.read_config(Path(target))
     if (kind := config.get("model_type")) not in SUPPORTED:
         raise ConfigError(f"{target} is a model of type {kind!r}; drafts can be made for {', '.join(SUPPORTED)}")
     if config.get("quantization_config"):
@@ -125,10 +123,6 @@ def _frozen(target: Path, config: Mapping[str, Any], weights: Mapping[str, torch
     if head is None:
         raise ConfigError(f"{target} does not tie its embeddings and has no lm_head.weight")
     return FrozenTarget(embedding=embedding, head=head)
-
-
-def _no_model(target: Path) -> ConfigError:
-    return ConfigError(f"{target} is no model directory (no config.json); give a Hugging Face directory, or run `specdraft model`")
 
 
 def init(
@@ -190,10 +184,8 @@ def _count(target: Path, texts: Iterable[str], vocab_size: int) -> torch.Tensor:
 
 def auto(target: Path, *, kind: str = "eagle3") -> Path:
     """The cached first draft of a target; made on first use."""
-    try:
-        config = (Path(target) / "config.json").read_bytes()
-    except OSError:
-        raise _no_model(target) from None
+    targets.read_config(Path(target))
+    config = (Path(target) / "config.json").read_bytes()
     name = hashlib.blake2b(config + str(Path(target).resolve()).encode(), digest_size=6).hexdigest()
     out = cache_dir() / "drafts" / f"{Path(target).name}-{kind}-{name}"
     try:

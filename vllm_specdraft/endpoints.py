@@ -141,7 +141,7 @@ async def post_publish(raw: Request) -> JSONResponse:
 
 @router.post("/rollback")
 async def post_rollback(raw: Request) -> JSONResponse:
-    """``{}``: serve the draft before the served one again."""
+    """``{}``: serve the last draft before the served one that saw traffic again."""
     if body := await _body(raw):
         return _refused(f"unknown keys {sorted(body)}, needs none")
     return await _answer(_link(raw).swap({"rollback": None}))

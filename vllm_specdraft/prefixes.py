@@ -64,9 +64,6 @@ class PrefixIndex:
                 return rows
         return None
 
-    def __len__(self) -> int:
-        return len(self._owners)
-
 
 class PrefixChain:
     """Hashes of a token sequence's whole blocks, each chained to the one before, computed as far as asked for.

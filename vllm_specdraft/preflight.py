@@ -22,8 +22,8 @@ PROCESSES_BYTES = 2 * GIB
 """Resident memory of the API server, the engine core and the worker without weights, cache and samples, as measured."""
 _FP32 = 4
 DRAFT_COPIES_LEARNING = 12
-"""fp32 copies of a draft: the engine's, the learner's with gradients and two moments, the served and the candidate state, and
-the state that a swap loads from."""
+"""fp32 copies of a draft: the engine's, the learner's with gradients and two moments, the served, the previous and the candidate
+state, the state that a swap loads from, and what a checkpoint is written from."""
 DRAFT_COPIES = 4
 _CGROUP = Path("/sys/fs/cgroup")
 _UNIX_PATH_BYTES = 107
