@@ -302,7 +302,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--minutes", type=float, default=20.0, metavar="N", help="length of the load (default 20)")
     made.add_argument("--target", type=Path, metavar="DIR", help="Hugging Face directory (default: the embedded model)")
     made.add_argument("--seed", type=int, default=0, help="of the order of activities and the prompts (default 0)")
-    made.add_argument("--out", type=Path, metavar="DIR", help="where the run is recorded (default: runs/<time>)")
+    made.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where runs go (default: runs/)")
     made.add_argument("--kv-gib", type=int, default=1, metavar="N", help="KV cache in GiB (default 1)")
     return made
 

@@ -15,3 +15,43 @@ class CheckpointError(BridgeError, ValueError):
 
 class ConfigError(BridgeError, ValueError):
     """A configuration value is unknown, out of range, or contradicts another one."""
+
+
+class WireError(BridgeError, ValueError):
+    """A frame is no message of this protocol: malformed, too large, or of another version."""
+
+
+class PlanError(BridgeError, ValueError):
+    """A tensor's name, shape, dtype or place does not fit what the engine serves, or a tensor is missing."""
+
+
+class SecurityError(BridgeError, ValueError):
+    """An address is open to other machines and nothing keeps them out, or a key is missing or wrong."""
+
+
+class UpdateError(BridgeError, RuntimeError):
+    """An update was refused or aborted; every engine it names serves the version it served before."""
+
+
+class BaseVersionError(UpdateError):
+    """A delta was offered against a version that the engine does not hold: send the full weights."""
+
+
+class DeadlineError(UpdateError, TimeoutError):
+    """An engine, or the other ranks, did not answer in time."""
+
+
+class DeltaError(BridgeError, ValueError):
+    """A sparse update is malformed, or made for another tensor; nothing was written."""
+
+
+class ShardError(BridgeError, ValueError):
+    """A box does not lie inside its tensor."""
+
+
+class WeightSourceError(BridgeError, ValueError):
+    """A trainer's module cannot be given as checkpoint tensors in the way that was asked for."""
+
+
+class UnmergedAdapterError(WeightSourceError):
+    """The model carries adapters (LoRA and the like) that are not merged into its weights."""

@@ -90,6 +90,13 @@ class AcceptanceLog:
         self._served = deque(maxlen=KEPT_REQUESTS)
         return was_measured
 
+    def policy_changed(self) -> None:
+        """Another policy is drafted for from here on: what was measured before says nothing about it."""
+        self._across.update(self._running)
+        self._running.clear()
+        self._served.clear()
+        self._before = deque(maxlen=KEPT_REQUESTS)
+
     def served(self) -> MeasuredAcceptance | None:
         """The served draft, over finished requests."""
         return measured(self._served)

@@ -20,6 +20,7 @@ from vllm_specdraft import target as targets
 from vllm_specdraft.config import SettingsError
 from vllm_specdraft.console import Console
 from vllm_specdraft.parsing import Parser
+from vllm_specdraft.security import KEY_VARIABLE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,6 +118,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     status.set_defaults(run=_status, parser=status)
 
+    rollback = commands.add_parser("rollback", help="bring back what a running server served before")
+    rollback.add_argument("url", metavar="URL", help="e.g. http://127.0.0.1:8000")
+    rollback.add_argument("--draft", action="store_true", help="the draft alone (default: target and draft before the last update)")
+    rollback.add_argument("--api-key", default=os.environ.get(KEY_VARIABLE), metavar="KEY", help=f"default: {KEY_VARIABLE}")
+    rollback.set_defaults(run=_rollback, parser=rollback)
+
+    keys = commands.add_parser("keys", help="make CURVE keys for weight sync between machines")
+    keys.add_argument("directory", type=Path, metavar="DIR")
+    keys.set_defaults(run=_keys, parser=keys)
+
     commands.add_parser("demo", help="watch a draft learn; `specdraft demo --help`", add_help=False)
     return parser
 
@@ -212,6 +223,25 @@ def _status(args: argparse.Namespace, extra: Sequence[str]) -> int:
     except status_view.NoStatusError as error:
         raise SettingsError(str(error)) from None
     print(json.dumps(found, indent=1) if args.json else "\n".join(status_view.lines_of(found)))
+    return 0
+
+
+def _rollback(args: argparse.Namespace, extra: Sequence[str]) -> int:
+    url = status_view.url_of(args.url).removesuffix("status") + "rollback"
+    record = status_view.post(url, {} if args.draft else {"policy": True}, key=args.api_key)
+    print(f"{record['origin']}: policy {record['policy_version']} and draft {record['draft_version']} serve")
+    return 0
+
+
+def _keys(args: argparse.Namespace, extra: Sequence[str]) -> int:
+    from trainer_bridge import security
+
+    for path in security.make_keys(args.directory):
+        print(path)
+    print(
+        "the server needs server.key_secret and clients/ (specdraft serve --sync-keys DIR); "
+        "a trainer's machine needs server.key and trainer.key_secret (connect(..., keys=DIR))"
+    )
     return 0
 
 

@@ -15,6 +15,10 @@ SEAMS: tuple[tuple[str, str], ...] = (
     ("vllm.v1.engine.utils", "get_engine_process_shutdown_timeout"),
     ("vllm.v1.engine.core_client", "MPClient.shutdown"),
     ("vllm.v1.engine.core", "EngineCore.collective_rpc"),
+    ("vllm.v1.engine.core", "EngineCore.set_weight_version"),
+    ("vllm.v1.engine.core_client", "AsyncMPClient.set_weight_version_async"),
+    ("vllm.v1.engine.async_llm", "AsyncLLM.generate"),
+    ("vllm.outputs", "CompletionOutput.weight_versions"),
     ("vllm.v1.core.block_pool", "BlockPool.reset_prefix_cache"),
     ("vllm.v1.core.block_pool", "BlockHashToBlockMap"),
     ("vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens"),
@@ -25,6 +29,7 @@ SEAMS: tuple[tuple[str, str], ...] = (
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.sample_tokens"),
     ("vllm.model_executor.model_loader.reload", "initialize_layerwise_reload"),
     ("vllm.model_executor.model_loader.reload", "finalize_layerwise_reload"),
+    ("vllm.model_executor.model_loader.reload.layerwise", "LAYERWISE_INFO"),
 )
 """(module, dotted name) of what is called, wrapped or replaced."""
 

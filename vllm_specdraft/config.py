@@ -77,15 +77,32 @@ class EngineConfig:
     """Seed of sampling from the replay."""
     policy_version: int = 0
     """Version of the target's weights at start."""
+    min_policy_version: int = 0
+    """No answers before this version is served: for an engine that (re)joins a run. 0: answers from the start."""
+    sync_bind: str | None = "tcp://127.0.0.1:0"
+    """Address at which trainers bring weights and samples; port 0: the system chooses. None: no weights are taken."""
+    sync_keys: str | None = None
+    """Directory of CURVE keys for that address; None: no encryption."""
+    sync_insecure: bool = False
+    """Allow an address of other machines without keys, and data planes that no key protects."""
+    keep_previous: bool = False
+    """Keep the weights before the last update in memory, so that a rollback can bring them back."""
+    teacher_versions: int = 2
+    """Policies whose samples may be in the replay at once, the served one included; each older one keeps its embedding and head."""
+    build_ms: float = 30.0
+    """Longest piece of building new weights aside between two steps while requests run, in ms."""
 
     def __post_init__(self) -> None:
         positive = ("num_speculative_tokens", "slice_ms", "replay_bytes", "batch_samples", "evaluate_every_steps",
-                    "evaluate_samples", "min_samples", "learning_rate", "max_gradient_norm", "checkpoint_interval_s")  # fmt: skip
+                    "evaluate_samples", "min_samples", "learning_rate", "max_gradient_norm", "checkpoint_interval_s",
+                    "teacher_versions", "build_ms")  # fmt: skip
+        not_negative = ("cool_ms", "warmup_steps", "weight_decay", "policy_version", "min_policy_version", "rollback_margin",
+                        "patience_evaluations")  # fmt: skip
         # Written so that a NaN is refused as well.
         for name in positive:
             if not getattr(self, name) > 0:
                 raise SettingsError(f"{name} is {getattr(self, name)}, must be above 0")
-        for name in ("cool_ms", "warmup_steps", "weight_decay", "policy_version", "rollback_margin", "patience_evaluations"):
+        for name in not_negative:
             if not getattr(self, name) >= 0:
                 raise SettingsError(f"{name} is {getattr(self, name)}, must not be negative")
         if not 0 < self.held_out_share < 1:

@@ -16,8 +16,14 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from vllm_specdraft import metrics, security, status
+from trainer_bridge.draft import checkpoint
+from vllm_specdraft import learner_state, metrics, security
+from vllm_specdraft.admission import Admission
+from vllm_specdraft.answers import Answers
 from vllm_specdraft.config import EngineConfig
+from vllm_specdraft.link import Link
+from vllm_specdraft.sync_link import SyncLink
+from vllm_specdraft.versions import version_label
 
 logger = logging.getLogger(__name__)
 
@@ -32,53 +38,63 @@ class SpecdraftEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes, and the guard in front of all routes, when this server was started with the plugin's config."""
-        if EngineConfig.from_environment() is None:
+        """Add the routes, and what stands in front of all routes, when this server was started with the plugin's config."""
+        if (config := EngineConfig.from_environment()) is None:
             return
         app.include_router(router)
+        # The last one is the outermost.
+        app.add_middleware(Answers)
+        app.add_middleware(Admission, min_policy_version=config.min_policy_version)
         if security.GUARD not in app.state.args.middleware:
             # `specdraft serve` names it to vLLM, which puts it outermost; whoever starts vLLM another way has it all the same.
             app.add_middleware(security.Guard)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Start the publisher and register the metrics."""
+        """Name the versions served, start the publisher and register the metrics."""
         config = EngineConfig.from_environment()
         if config is None or engine_client is None:
             return
-        state.specdraft = Link(engine_client, Path(config.state_dir))
+        state.specdraft = link = Link(
+            engine_client,
+            Path(config.state_dir),
+            policy_version=config.policy_version,
+            draft_version=int(checkpoint.read_config(Path(config.draft_dir)).get(learner_state.VERSION_KEY, 0)),
+        )
+        label = version_label(link.policy_version, link.draft_version)
+        await engine_client.engine_core.set_weight_version_async(label)
         metrics.register(Path(config.state_dir))
-        if config.auto_publish:
-            # The reference keeps the task alive.
-            state.specdraft_publisher = asyncio.create_task(publish_when_ready(state.specdraft))
+        if config.sync_bind is not None:
+            link.sync = SyncLink(_sync_settings(config, link, args), commit=link.commit, sample=link.sample)
+            state.specdraft_sync = asyncio.create_task(link.sync.run())
+        # The reference keeps the task alive.
+        state.specdraft_publisher = asyncio.create_task(follow(link, publish=config.auto_publish))
 
 
-class Link:
-    """The API server's way to the workers."""
-
-    def __init__(self, engine_client: Any, state_dir: Path) -> None:
-        self._client, self._state_dir = engine_client, state_dir
-        self._swapping = asyncio.Lock()
-
-    def read_status(self) -> dict[str, Any] | None:
-        """What the worker wrote last."""
-        return status.read(self._state_dir)
-
-    async def swap(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Swap a draft in between two steps; the publish record."""
-        async with self._swapping:
-            return await self._client.engine_core.call_utility_async("specdraft_swap", request)
-
-    async def control(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Run one action on the workers; the first worker's status."""
-        return await self._client.engine_core.call_utility_async("specdraft_control", request)
+def _sync_settings(config: EngineConfig, link: Link, args: Namespace) -> dict[str, Any]:
+    """What the receiver's process is told."""
+    return {
+        "target": args.model,
+        "draft": config.draft_dir,
+        "bind": config.sync_bind,
+        "keys": config.sync_keys,
+        "insecure": config.sync_insecure,
+        "job": Path(config.state_dir).name,
+        "policy_version": link.policy_version,
+        "draft_version": link.draft_version,
+    }
 
 
-async def publish_when_ready(link: Link) -> None:
-    """Publish each candidate that passed the gate, and take back a draft that failed its probation. Ends with the server."""
+async def follow(link: Link, *, publish: bool) -> None:
+    """Know what the engine serves, publish each candidate that passed the gate, and take back a draft that failed its probation.
+
+    Ends with the server.
+    """
     while True:
         await asyncio.sleep(POLL_S)
         try:
-            if (request := _due(link.read_status())) is None:
+            found = link.read_status()
+            link.follow(found)
+            if not publish or (request := _due(found)) is None:
                 continue
             record = await link.swap(request)
             logger.info(
@@ -141,10 +157,26 @@ async def post_publish(raw: Request) -> JSONResponse:
 
 @router.post("/rollback")
 async def post_rollback(raw: Request) -> JSONResponse:
-    """``{}``: serve the last draft before the served one that saw traffic again."""
+    """``{}``: serve the last draft before the served one that saw traffic again; ``{"policy": true}``: target and draft before
+    the last update."""
+    body = await _body(raw)
+    if body not in ({}, {"policy": True}, {"policy": False}):
+        return _refused('needs nothing (the draft), or {"policy": true} (the update)')
+    link = _link(raw)
+    return await _answer(link.roll_back() if body.get("policy") else link.swap({"rollback": None}))
+
+
+@router.post("/abort")
+async def post_abort(raw: Request) -> JSONResponse:
+    """``{}``: drop an update that a client of vLLM's weight transfer began and never finished, so that the next one can begin."""
     if body := await _body(raw):
         return _refused(f"unknown keys {sorted(body)}, needs none")
-    return await _answer(_link(raw).swap({"rollback": None}))
+
+    async def work() -> dict[str, Any]:
+        await _link(raw).abort()
+        return {"aborted": True}
+
+    return await _answer(work())
 
 
 @router.post("/save")

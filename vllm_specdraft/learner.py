@@ -19,6 +19,8 @@ from torch import nn
 from trainer_bridge.draft import checkpoint
 from trainer_bridge.draft.interface import Acceptance, DraftType, FrozenTarget, Objective
 from trainer_bridge.draft.packing import microbatches
+from trainer_bridge.errors import SampleError
+from trainer_bridge.taps import TapSample
 from vllm_specdraft.config import EngineConfig
 from vllm_specdraft.gate import MIN_SAMPLES, Gate, Patience, Verdict
 from vllm_specdraft.learner_state import LearnerState, identity_of
@@ -84,6 +86,44 @@ class Progress:
     """Measurements on held-out samples."""
 
 
+class Teachers:
+    """Embedding and head of the policies whose samples may be learned from. No sample ever meets another policy's."""
+
+    def __init__(self, version: int, target: FrozenTarget) -> None:
+        self._targets = {version: target}
+
+    @property
+    def versions(self) -> list[int]:
+        """Policies known, the oldest first."""
+        return sorted(self._targets)
+
+    @property
+    def oldest(self) -> int:
+        """The oldest policy known."""
+        return min(self._targets)
+
+    @property
+    def newest(self) -> FrozenTarget:
+        """Of the policy that is served."""
+        return self._targets[max(self._targets)]
+
+    def knows(self, version: int) -> bool:
+        """Whether this policy's teacher is here."""
+        return version in self._targets
+
+    def of(self, version: int) -> FrozenTarget:
+        """One policy's teacher."""
+        return self._targets[version]
+
+    def add(self, version: int, target: FrozenTarget, *, keep: int) -> None:
+        """Another policy serves; keep the newest `keep`, this one included. A lower version than before makes all others void."""
+        if version <= max(self._targets):
+            self._targets.clear()
+        self._targets[version] = target
+        for old in self.versions[:-keep]:
+            del self._targets[old]
+
+
 class Learner:
     """Owns the trainable copy, the optimizer, the copy of the served draft, and the candidate for publishing."""
 
@@ -104,18 +144,14 @@ class Learner:
         self.paused = False
         self.candidate: Candidate | None = None
         self.verdict: Verdict | None = None
-        self._kind, self._model_config, self._target = kind, model_config, target
+        self._kind, self._model_config = kind, model_config
         self._vocab_size = target.head.shape[0]
         self._model = self._copy(state)
-        self._objective = self._objective_of(self._model)
-        self._served_objective = self.prepare_served(state)
-        self._optimizer = torch.optim.AdamW(
-            self._model.parameters(),
-            lr=config.learning_rate,
-            betas=(0.9, 0.95),
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        self._served_model = self.prepare_served(state)
+        self._teachers = Teachers(config.policy_version, target)
+        self._objectives: dict[tuple[int, int], Objective] = {}
+        self._optimizer = self._new_optimizer()
+        self._fresh_at = 0
         self.gate = Gate(min_gain=config.publish_min_gain)
         self._patience = Patience(evaluations=config.patience_evaluations)
         self._budget = AnchorBudget(config.slice_ms)
@@ -158,8 +194,7 @@ class Learner:
             next(self._pieces)
         except BaseException:
             # A generator that raised is over: without a new one, learning could never be resumed.
-            self._pieces = self._endless()
-            self._objective.take_loss()
+            self._begin_anew()
             raise
         elapsed = time.perf_counter() - began
         self.progress.seconds += elapsed
@@ -205,7 +240,7 @@ class Learner:
 
     def _resume(self, saved: LearnerState) -> None:
         checkpoint.load_state(self._model, saved.model, "learner state")
-        self._objective.vocabulary_changed()
+        self._objectives.clear()
         for name, parameter in self._model.named_parameters():
             if name in saved.first_moments:
                 self._optimizer.state[parameter] = {
@@ -216,15 +251,69 @@ class Learner:
         known = vars(self.progress).keys()
         self.progress = Progress(**{key: value for key, value in saved.progress.items() if key in known})
 
-    def prepare_served(self, state: Mapping[str, torch.Tensor]) -> Objective:
-        """What measures a draft that is about to be served. Raises `CheckpointError` for one that could not be served."""
-        return self._objective_of(self._copy(state))
+    def prepare_served(self, state: Mapping[str, torch.Tensor]) -> nn.Module:
+        """A copy of a draft that is about to be served. Raises `CheckpointError` for one that could not be served."""
+        return self._copy(state)
 
-    def served_changed(self, prepared: Objective) -> None:
+    def served_changed(self, prepared: nn.Module) -> None:
         """The engine serves the `prepared` draft now: measure against it from here on. A pending candidate is dropped."""
-        self._served_objective = prepared
+        self._served_model = prepared
+        self._objectives.clear()
         self.drop_candidate()
         self._patience.renew()
+
+    def target_changed(self, version: int, target: FrozenTarget, *, keep: int) -> None:
+        """Another policy serves. Samples of the newest `keep` policies stay, each with the teacher of its own; older ones go."""
+        self._teachers.add(version, target, keep=keep)
+        self.replay.expire(self._teachers.oldest)
+        self._objectives.clear()
+        self.drop_candidate()
+        self._patience.renew()
+        self.gate.reset()
+
+    def replace_master(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from another draft: its weights, and an optimizer that knows nothing yet."""
+        checkpoint.load_state(self._model, state, "draft")
+        self._optimizer, self._fresh_at = self._new_optimizer(), self.progress.steps
+        self._losses.clear()
+        self._begin_anew()
+
+    def check_sample(self, sample: TapSample) -> None:
+        """Raise `SampleError` for a sample from outside that this learner could not learn from."""
+        hidden = self._teachers.newest.head.shape[1]
+        layers = tuple(self._model_config["eagle_aux_hidden_state_layer_ids"])
+        if not self._teachers.knows(sample.policy_version):
+            raise SampleError(
+                f"{sample.request_id}: of policy {sample.policy_version}, whose head is not here; "
+                f"those of {self._teachers.versions} are"
+            )
+        if sample.tap_layers != layers or sample.final.shape[1] != hidden:
+            raise SampleError(
+                f"{sample.request_id}: taps of layers {sample.tap_layers}, {sample.final.shape[1]} wide; "
+                f"the draft takes {layers}, {hidden} wide"
+            )
+        if int(sample.token_ids.max()) >= self._vocab_size or int(sample.token_ids.min()) < 0:
+            raise SampleError(f"{sample.request_id}: token ids beyond the vocabulary of {self._vocab_size}")
+
+    def _new_optimizer(self) -> torch.optim.Optimizer:
+        config = self.config
+        return torch.optim.AdamW(
+            self._model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
+        )
+
+    def _begin_anew(self) -> None:
+        """Leave the step that was under way; its gradients are dropped with it."""
+        self._pieces = self._endless()
+        self._objectives.clear()
+
+    def _objective_for(self, model: nn.Module, version: int) -> Objective:
+        """Trains or measures `model` on samples of one policy, with that policy's teacher."""
+        key = (id(model), version)
+        if key not in self._objectives:
+            self._objectives[key] = self._kind.objective(
+                model, self._teachers.of(version), passes=self.config.num_speculative_tokens
+            )
+        return self._objectives[key]
 
     def drop_candidate(self) -> None:
         """Forget the candidate: published, or refused. The next measurement may make a new one."""
@@ -234,9 +323,6 @@ class Learner:
         model = self._kind.build(self._model_config)
         checkpoint.load_state(model, state, "draft")
         return model
-
-    def _objective_of(self, model: nn.Module) -> Objective:
-        return self._kind.objective(model, self._target, passes=self.config.num_speculative_tokens)
 
     def _endless(self) -> Iterator[None]:
         while True:
@@ -248,7 +334,7 @@ class Learner:
                 yield from self._evaluate()
 
     def _adapt_vocabulary(self) -> None:
-        changed = self._kind.adapt_vocabulary(self._model, self._target, self.replay.token_counts(self._vocab_size))
+        changed = self._kind.adapt_vocabulary(self._model, self._teachers.newest, self.replay.token_counts(self._vocab_size))
         if not changed:
             return
         for name, rows in changed.items():
@@ -257,18 +343,22 @@ class Learner:
                 if key in (moments := self._optimizer.state.get(parameter, {})):
                     moments[key][rows] = 0
             self.progress.vocabulary_changes += rows.shape[0]
-        self._objective.vocabulary_changed()
+        self._objectives.clear()
 
     def _step(self) -> Iterator[None]:
         """One optimizer step."""
-        samples = self.replay.draw(self.config.batch_samples)
+        samples = [sample for sample in self.replay.draw(self.config.batch_samples) if self._teachers.knows(sample.policy_version)]
         passes = self.config.num_speculative_tokens
-        batches = list(microbatches(samples, passes, self._budget.anchors, MAX_ROWS))
-        normalisers = sum((batch.label_counts() for batch in batches), torch.zeros(passes, dtype=torch.int64))
+        batches = [
+            (self._objective_for(self._model, version), batch)
+            for version, group in _by_policy(samples).items()
+            for batch in microbatches(group, passes, self._budget.anchors, MAX_ROWS)
+        ]
+        normalisers = sum((batch.label_counts() for _, batch in batches), torch.zeros(passes, dtype=torch.int64))
         self._optimizer.zero_grad(set_to_none=True)
-        for batch in batches:
+        for objective, batch in batches:
             slowest = 0.0
-            pieces = self._objective.pieces(batch, normalisers)
+            pieces = objective.pieces(batch, normalisers)
             while True:
                 began = time.perf_counter()
                 if next(pieces, StopIteration) is StopIteration:
@@ -277,7 +367,7 @@ class Learner:
                 yield
             self._budget.measured(slowest, batch.anchors.shape[0])
             self.progress.tokens += batch.anchors.shape[0]
-        loss = self._objective.take_loss()
+        loss = sum(objective.take_loss() for objective, _ in batches)
         norm = float(nn.utils.clip_grad_norm_(self._model.parameters(), self.config.max_gradient_norm))
         # A number that is none would be no JSON.
         self.progress.gradient_norm = norm if math.isfinite(norm) else None
@@ -287,7 +377,9 @@ class Learner:
             self.progress.skipped_steps += 1
         else:
             for group in self._optimizer.param_groups:
-                group["lr"] = self.config.learning_rate * min(1.0, (self.progress.steps + 1) / max(1, self.config.warmup_steps))
+                group["lr"] = self.config.learning_rate * min(
+                    1.0, (self.progress.steps - self._fresh_at + 1) / max(1, self.config.warmup_steps)
+                )
             self._optimizer.step()
             self._losses.append(loss)
             self.progress.loss = sum(self._losses) / len(self._losses)
@@ -296,19 +388,22 @@ class Learner:
 
     def _evaluate(self) -> Iterator[None]:
         """Measure the trainable and the served draft on the same held-out samples; let the gate decide."""
-        served, pairs = self._served_objective, []
+        served, pairs = self._served_model, []
         for sample in self.replay.held_out(self.config.evaluate_samples):
+            if not self._teachers.knows(sample.policy_version):
+                # Its policy went while we measured.
+                continue
             # Sample by sample: parts of one answer are not independent, so the gate must not count them as samples.
             parts: list[tuple[Acceptance, Acceptance]] = []
             # One measurement is one piece with all its passes, so it gets fewer anchors than a training piece.
             anchors = max(8, self._budget.anchors // 3)
             for batch in microbatches([sample], self.config.num_speculative_tokens, anchors, MAX_ROWS):
-                before = served.measure(batch)
+                before = self._objective_for(served, sample.policy_version).measure(batch)
                 yield
-                parts.append((before, self._objective.measure(batch)))
+                parts.append((before, self._objective_for(self._model, sample.policy_version).measure(batch)))
                 yield
             pairs.append((_together([p[0] for p in parts]), _together([p[1] for p in parts])))
-        if not pairs or served is not self._served_objective:
+        if not pairs or served is not self._served_model:
             # Another draft is served by now: what was measured against the old one is void.
             return
         verdict = self.gate.decide([p[0] for p in pairs], [p[1] for p in pairs])
@@ -319,9 +414,17 @@ class Learner:
             candidate = self.state()
             yield
             digest = checkpoint.digest_of(candidate)
-            if served is self._served_objective:
+            if served is self._served_model:
                 self.candidate = Candidate(state=candidate, digest=digest, verdict=verdict)
         yield
+
+
+def _by_policy(samples: Sequence[TapSample]) -> dict[int, list[TapSample]]:
+    """Samples by their policy: one microbatch has one teacher."""
+    groups: dict[int, list[TapSample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.policy_version, []).append(sample)
+    return groups
 
 
 def _together(parts: Sequence[Acceptance]) -> Acceptance:

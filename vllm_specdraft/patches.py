@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 
-from vllm_specdraft import compat
+from vllm_specdraft import answers, compat
+from vllm_specdraft.versions import version_label
 
 logger = logging.getLogger(__name__)
 
+TRANSFER_BACKEND = "specdraft"
+"""Name of our backend among vLLM's for weight transfer."""
 GRACE_S = 10.0
 """Longest that a stopping server waits for its engine, in seconds."""
 _MARK = "_specdraft_patched"
@@ -27,6 +30,7 @@ def install() -> None:
     sampling_parameters_reach_verified_tokens()
     steps_without_drafts_take_top_k()
     engine_may_save_before_it_ends()
+    answers_know_their_versions()
 
 
 def worker_learns_between_messages() -> None:
@@ -81,8 +85,8 @@ def message_waits(queue: Any, timeout_s: float) -> bool:
 
 
 def engine_core_swaps_at_a_boundary() -> None:
-    """Give the engine core two calls: one that swaps the draft in all workers and drops the KV cache the old draft wrote,
-    and one for everything else that the workers do on request.
+    """Give the engine core its calls: swap the draft in all workers, commit an update of target and draft, both with the KV
+    cache of the old weights dropped; build an update aside; and everything else that the workers do on request.
 
     Why: swap and drop must happen between the same two steps, and vLLM's own prefix-cache reset refuses while a request runs.
     Only the first worker answers: when a worker's answer is an error, vLLM raises and leaves the answers of the others in
@@ -96,13 +100,32 @@ def engine_core_swaps_at_a_boundary() -> None:
 
     def specdraft_swap(self: Any, request: dict[str, Any]) -> dict[str, Any]:
         record = self.model_executor.collective_rpc("specdraft_swap", args=(request,), unique_reply_rank=0)
+        # What the next step gives comes from this pair.
+        self.set_weight_version(version_label(record["policy_version"], record["draft_version"]))
         record["prefix_blocks_dropped"] = drop_prefix_cache(self.scheduler, f"draft-{record['draft_version']}")
         return record
+
+    def specdraft_commit(self: Any, request: dict[str, Any]) -> dict[str, Any]:
+        if self.model_executor.is_sleeping:
+            raise RuntimeError("the engine sleeps and has no weights to replace: wake it up (POST /wake_up), then send it again")
+        if request["running"] == "recompute":
+            # Before the weights change: where this fails, nothing has changed.
+            self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        record = self.model_executor.collective_rpc("specdraft_commit", args=(request,), unique_reply_rank=0)
+        label = version_label(record["policy_version"], record["draft_version"])
+        self.set_weight_version(label)
+        record["prefix_blocks_dropped"] = drop_prefix_cache(self.scheduler, label)
+        return record
+
+    def specdraft_sync(self: Any, request: dict[str, Any]) -> dict[str, Any]:
+        return self.model_executor.collective_rpc("specdraft_sync", args=(request,), unique_reply_rank=0)
 
     def specdraft_control(self: Any, request: dict[str, Any]) -> dict[str, Any]:
         return self.model_executor.collective_rpc("specdraft_control", args=(request,), unique_reply_rank=0)
 
     EngineCore.specdraft_swap = specdraft_swap
+    EngineCore.specdraft_commit = specdraft_commit
+    EngineCore.specdraft_sync = specdraft_sync
     EngineCore.specdraft_control = specdraft_control
 
 
@@ -219,6 +242,68 @@ def _an_asked_for_end_is_no_error() -> None:
 
     MPClient.shutdown = announced
     logging.getLogger("vllm.v1.engine.async_llm").addFilter(wanted)
+
+
+def answers_know_their_versions() -> None:
+    """Let the HTTP request that an answer is made for see what the engine says of the weights behind its tokens.
+
+    Why: vLLM labels the tokens of each step with the weights that were served, and its OpenAI routes drop the labels.
+    Remove when: those routes report `CompletionOutput.weight_versions`.
+    """
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    original = AsyncLLM.generate
+    if getattr(original, _MARK, False):
+        return
+
+    # No generator itself: requests are counted when they are made, in the order of their prompts, not when they first answer.
+    @functools.wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs, recorder = original(self, *args, **kwargs), answers.RECORDER.get()
+        return outputs if recorder is None else recorder.follow(outputs)
+
+    setattr(generate, _MARK, True)
+    AsyncLLM.generate = generate
+
+
+def weight_transfer_has_our_backend() -> None:
+    """Register our backend with vLLM's weight transfer, and have the engine core follow an update that comes that way.
+
+    Why: vLLM leaves it to the client to pause, to drop the prefix cache and to name the version; a client that forgets one of them
+    gets answers out of two policies, labelled as one.
+    Remove when: vLLM's ``finish_weight_update`` does all three.
+    """
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.v1.engine.core import EngineCore
+
+    if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            TRANSFER_BACKEND, "vllm_specdraft.weight_transfer", "SpecdraftWeightTransferEngine"
+        )
+    original = EngineCore.collective_rpc
+    if getattr(original, _MARK, False):
+        return
+
+    @functools.wraps(original)
+    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = method == "finish_weight_update" and _transfers_with_us(self.vllm_config)
+        if ours:
+            self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        results = original(self, method, *args, **kwargs)
+        if ours:
+            found = self.specdraft_control({"action": "status"})
+            label = version_label(found["policy_version"], found["draft_version"])
+            self.set_weight_version(label)
+            drop_prefix_cache(self.scheduler, label)
+        return results
+
+    setattr(collective_rpc, _MARK, True)
+    EngineCore.collective_rpc = collective_rpc
+
+
+def _transfers_with_us(vllm_config: Any) -> bool:
+    transfer = vllm_config.weight_transfer_config
+    return transfer is not None and transfer.backend == TRANSFER_BACKEND
 
 
 def expand_batch_to_tokens(

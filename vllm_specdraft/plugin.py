@@ -23,3 +23,4 @@ def register() -> None:
     failures.watch(Path(config.state_dir))
     compat.probe()
     patches.install()
+    patches.weight_transfer_has_our_backend()

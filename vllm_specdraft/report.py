@@ -16,6 +16,7 @@ from vllm_specdraft.replay import Replay
 from vllm_specdraft.runner_tap import RunnerTap
 from vllm_specdraft.slots import DraftSlots
 from vllm_specdraft.taps import TapCounters
+from vllm_specdraft.updates import PolicyUpdates
 
 
 class RecentAcceptance:
@@ -59,6 +60,9 @@ class Agent(Protocol):
     last_error: str | None
     learning_stopped: str | None
     rollback_wanted: int | None
+    draft_policy_version: int
+    updates: PolicyUpdates
+    records: list[dict[str, Any]]
 
 
 def of(agent: Agent) -> dict[str, Any]:
@@ -80,11 +84,16 @@ def _status(agent: Agent) -> dict[str, Any]:
     return {
         "unix_time_s": time.time(),
         "policy_version": agent.policy_version,
+        "draft_policy_version": agent.draft_policy_version,
+        "draft_is_behind": agent.draft_policy_version < agent.policy_version,
+        "previous_policy_version": agent.updates.previous.version if agent.updates.previous else None,
+        "updates": agent.records,
         "draft_version": slot.version,
         "draft_digest": slot.digest,
         "previous_draft_version": agent.slots.previous.version if agent.slots.previous else None,
         "target_digest": agent.target_digest,
         "draft_type": agent.kind.name,
+        "tap_layers": list(agent.tap.collector.tap_layers),
         "num_speculative_tokens": agent.config.num_speculative_tokens,
         "accepted_length": agent.recent.length(counters),
         "accepted_per_position": counters.per_position,

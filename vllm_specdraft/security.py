@@ -11,11 +11,12 @@ import hmac
 import ipaddress
 import json
 import os
-import socket
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from trainer_bridge import config as addresses
+from trainer_bridge.errors import ConfigError
 from vllm_specdraft.config import SettingsError
 
 GUARD = "vllm_specdraft.security.Guard"
@@ -35,6 +36,15 @@ be of other weights, and nothing would say so."""
 ANSWERS = ("/v1/", "/v2/", "/inference/", "/cohere/")
 """Prefixes under which answers are made. Without a key, a web page that the server allows may ask there."""
 CHANGES_AMONG_ANSWERS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+BACKEND = "specdraft"
+"""The one backend of vLLM's weight transfer that the plugin stands behind."""
+_KINDS = {
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    409: "ConflictError",
+    503: "ServiceUnavailableError",
+}
 
 _Scope = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -64,14 +74,11 @@ def refuse_open_bind(*, host: str, uds: str | None, keys: Sequence[str], insecur
 
 def is_loopback(host: str) -> bool:
     """Whether binding `host` is reachable from this machine alone. Raises `SettingsError` for a name that does not resolve."""
-    if not host:
-        return False
     try:
-        found = socket.getaddrinfo(host, None)
-    except (OSError, UnicodeError) as error:
-        raise SettingsError(f"--host {host} cannot be resolved ({getattr(error, 'strerror', None) or error})") from None
-    # What is bound is what the name means to the system: "0" and "127.1" are addresses, too.
-    return all(ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_loopback for entry in found)
+        # What is bound is what the name means to the system: "0" and "127.1" are addresses, too.
+        return addresses.is_loopback(host)
+    except ConfigError as error:
+        raise SettingsError(f"--host {error}") from None
 
 
 class Guard:
@@ -95,7 +102,7 @@ class Guard:
         refusal = _refusal(scope, keys_of(args.api_key, os.environ), args.allowed_origins)
         if refusal is None:
             return await self._app(scope, receive, send)
-        return await _answer(scope, send, *refusal)
+        return await send_error(scope, send, *refusal)
 
 
 def _refusal(scope: _Scope, keys: Sequence[str], allowed_origins: Sequence[str]) -> tuple[int, str] | None:
@@ -107,22 +114,29 @@ def _refusal(scope: _Scope, keys: Sequence[str], allowed_origins: Sequence[str])
     is_read = scope["type"] == "http" and scope["method"] in READS and not path.startswith(PRIVATE_READS)
     if keys:
         if is_read or _has_key(_header(scope, b"authorization"), keys):
-            return None if is_read else _conflict(path)
+            return None if is_read else _conflict(path, scope)
         return 401, "this route needs the server's API key: send `Authorization: Bearer KEY`"
     makes_answers = path.startswith(ANSWERS) and not path.startswith(CHANGES_AMONG_ANSWERS) and scope["type"] == "http"
     if is_read or makes_answers:
         return None
     if _is_own_origin(scope, allowed_origins):
-        return _conflict(path)
+        return _conflict(path, scope)
     return 403, "a web page of another origin may not change this server: give the server an --api-key and send it"
 
 
-def _conflict(path: str) -> tuple[int, str] | None:
-    if path.rstrip("/") not in WEIGHT_ROUTES:
+def _conflict(path: str, scope: _Scope) -> tuple[int, str] | None:
+    path = path.rstrip("/")
+    if path not in WEIGHT_ROUTES:
+        return None
+    transfer = getattr(scope["app"].state.args, "weight_transfer_config", None)
+    backend = transfer.get("backend") if isinstance(transfer, dict) else getattr(transfer, "backend", None)
+    if backend == BACKEND and path != "/weight_checker":
+        # They end in the plugin, which knows what it serves.
         return None
     return (
         409,
-        "the target's weights cannot change under a draft that learns from it; `specdraft serve --plain` has vLLM's own transfer",
+        "the target's weights cannot change behind a draft that learns from it: bring them with `trainer_bridge`, or with vLLM's "
+        f"""client and --weight-transfer-config '{{"backend": "{BACKEND}"}}'; `specdraft serve --plain` has its other backends""",
     )
 
 
@@ -156,17 +170,18 @@ def _header(scope: _Scope, name: bytes) -> bytes | None:
     return next((value for found, value in scope["headers"] if found.lower() == name), None)
 
 
-async def _answer(scope: _Scope, send: _Send, status: int, message: str) -> None:
-    """An error as vLLM words it; a websocket is closed before it opens."""
+async def send_error(scope: _Scope, send: _Send, status: int, message: str) -> None:
+    """Answer with an error as vLLM words it; a websocket is closed before it opens."""
     if scope["type"] == "websocket":
         # 1008: policy violation (RFC 6455, 7.4.1).
         await send({"type": "websocket.close", "code": 1008, "reason": message})
         return
-    kind = {401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError", 409: "ConflictError"}[status]
-    body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()
+    body = json.dumps({"error": {"message": message, "type": _KINDS[status], "param": None, "code": status}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
+    if status == 503:
+        headers.append((b"retry-after", b"1"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     # The server leaves the body out for HEAD.
     await send({"type": "http.response.body", "body": body})

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import psutil
 
+from trainer_bridge.config import check_address
 from vllm_specdraft import cpu, embedded, engine_options, failures, preflight, security
 from vllm_specdraft import target as targets
 from vllm_specdraft.config import ENVIRONMENT, EngineConfig, SettingsError
@@ -87,6 +88,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint-seconds", type=float, default=60.0, metavar="S", help="time between two of them while learning (default: 60)"
     )
+    parser.add_argument(
+        "--min-policy-version",
+        type=int,
+        default=0,
+        metavar="N",
+        help="no answers before this policy version is served: for an engine that (re)joins a run (default: 0, none is waited for)",
+    )
+    parser.add_argument(
+        "--sync-bind", default="tcp://127.0.0.1:0", metavar="ADDR", help="where trainers bring weights (default: a free local port)"
+    )
+    parser.add_argument("--sync-keys", type=Path, metavar="DIR", help="CURVE keys of that address (`specdraft keys DIR`)")
+    parser.add_argument("--no-sync", action="store_true", help="take no weights from anybody")
+    parser.add_argument(
+        "--keep-previous", action="store_true", help="keep the weights before the last update in memory, for `specdraft rollback`"
+    )
     parser.add_argument("--plain", action="store_true", help="the stock engine with the same settings: no plugin, no draft")
     parser.add_argument(
         "--insecure", action="store_true", help="allow a --host that other machines reach without an --api-key (default: refused)"
@@ -111,6 +127,9 @@ def prepare(args: argparse.Namespace, extra: Sequence[str], *, own: Sequence[str
     warning = security.refuse_open_bind(
         host=options.host, uds=options.uds, keys=security.keys_of(options.api_keys, os.environ), insecure=args.insecure
     )
+    if not args.no_sync and not args.plain:
+        # The receiver would say the same, when the engine is up.
+        check_address(args.sync_bind, keys=args.sync_keys, insecure=args.insecure, option="--sync-bind")
     if options.uds:
         preflight.check_unix_socket(options.uds)
     else:
@@ -150,6 +169,8 @@ def check_ranges(args: argparse.Namespace) -> None:
             raise SettingsError(f"--{name.replace('_', '-')} is {value}, must be above 0")
     if args.speculate_up_to is not None and args.speculate_up_to < 0:
         raise SettingsError(f"--speculate-up-to is {args.speculate_up_to}, must be a batch size, or 0 for no limit")
+    if args.min_policy_version < 0:
+        raise SettingsError(f"--min-policy-version is {args.min_policy_version}, must be a version, or 0 to wait for none")
     space = os.environ.get(KV_VARIABLE)
     if space is not None and args.kv_gib is None and (not space.isdecimal() or int(space) < 1):
         raise SettingsError(f"{KV_VARIABLE} is {space!r} in the environment, needs a whole number of GiB; or use --kv-gib")
@@ -250,6 +271,11 @@ def _plugin_environment(args: argparse.Namespace, draft: Path, environ: Mapping[
         learning_rate=args.learning_rate,
         checkpoint_dir=str(args.checkpoint_dir.absolute()) if args.checkpoint_dir is not None else None,
         checkpoint_interval_s=args.checkpoint_seconds,
+        min_policy_version=args.min_policy_version,
+        sync_bind=None if args.no_sync else args.sync_bind,
+        sync_keys=str(args.sync_keys.absolute()) if args.sync_keys is not None else None,
+        sync_insecure=args.insecure,
+        keep_previous=args.keep_previous,
     )
     wanted = environ.get("VLLM_PLUGINS", "").split(",") if "VLLM_PLUGINS" in environ else sorted(_plugin_names())
     return {

@@ -51,6 +51,19 @@ def fetch(url: str) -> dict[str, Any]:
     return found
 
 
+def post(url: str, body: dict[str, Any], *, key: str | None, timeout_s: float = 600.0) -> dict[str, Any]:
+    """What a route answers to a change that is asked of it. Raises `SettingsError` with its reason when it refuses."""
+    headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        raise SettingsError(f"the server refused ({error.code}): {_reason(error)}") from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise SettingsError(f"no answer from {url}: {getattr(error, 'reason', None) or error}") from None
+
+
 def _reason(error: urllib.error.HTTPError) -> str:
     try:
         return str(json.load(error)["error"])
@@ -64,14 +77,15 @@ def lines_of(found: dict[str, Any]) -> list[str]:
     length = found["accepted_length"]
     rollbacks = found.get("rollbacks", 0)
     shown = {
-        "policy": f"v{found['policy_version']}",
-        "draft": f"v{found['draft_version']} ({found['draft_type']}, {found['draft_digest'][:12]})",
+        "policy": f"v{found['policy_version']}" + _previous(found),
+        "draft": f"v{found['draft_version']} ({found['draft_type']}, {found['draft_digest'][:12]})" + _behind(found),
         "accepted length": "-" if length is None else f"{length:.2f} tokens per step",
         "window": found["idle_state"] + (" (learning paused)" if learning["paused"] else ""),
         "learned": f"{learning['seconds']:.1f} s, {learning['tokens']} tokens, {learning['steps']} steps",
         "held out": f"served {_number(learning['held_out_served'])}, in training {_number(learning['held_out_candidate'])}",
         "waiting for": learning.get("waiting_for") or "nothing",
         "replay": f"{replay['samples']} + {replay['held_out_samples']} held out, {replay['bytes'] / 1e6:.0f} MB",
+        "weights at": _sync(found),
         "publishes": str(len(found["publishes"])) + (f", {rollbacks} taken back" if rollbacks else ""),
         "last error": found["last_error"] or "none",
     }
@@ -88,6 +102,26 @@ def line_of(found: dict[str, Any]) -> str:
         f"held out {_number(learning['held_out_served'])} -> {_number(learning['held_out_candidate'])}  "
         f"error: {found['last_error'] or 'none'}"
     )
+
+
+def _previous(found: dict[str, Any]) -> str:
+    previous = found.get("previous_policy_version")
+    return "" if previous is None else f" (v{previous} is kept for a rollback)"
+
+
+def _behind(found: dict[str, Any]) -> str:
+    return f", BEHIND: made for policy v{found['draft_policy_version']}" if found.get("draft_is_behind") else ""
+
+
+def _sync(found: dict[str, Any]) -> str:
+    sync = found.get("sync")
+    if sync is None:
+        return "nowhere (--no-sync)"
+    if sync["endpoint"] is None:
+        return f"nowhere at present: {sync['error'] or 'the receiver starts'}"
+    counters = sync["counters"]
+    done = ", ".join(f"{counters[key]} {key}" for key in ("committed", "aborted", "refused") if counters.get(key))
+    return f"{sync['endpoint']} ({'encrypted, ' if sync['encrypted'] else ''}{done or 'no update yet'})"
 
 
 def _number(value: float | None) -> str:

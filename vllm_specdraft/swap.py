@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from vllm_specdraft.served import fingerprint, fused_into, off_by, tolerance_of
 from vllm_specdraft.shards import local_weight
 
 
@@ -63,7 +63,7 @@ class DraftSwap:
         snapshot: _Snapshot | None = None
         failure: BaseException | None = None
         try:
-            before = _fingerprint(self._target)
+            before = fingerprint(self._target)
             shared = self._shared()
             for parent, name, _ in shared:
                 del parent._modules[name]
@@ -76,7 +76,7 @@ class DraftSwap:
         finally:
             for parent, name, module in shared:
                 parent._modules[name] = module
-        if failure is None and _fingerprint(self._target) != before:
+        if failure is None and fingerprint(self._target) != before:
             failure = SwapError("the swap touched the target's weights; the old draft is back, restart the engine")
         agreed = False
         try:
@@ -119,16 +119,13 @@ class DraftSwap:
             used.update(keys)
             weight = local_weight(module, [state[key] for key in keys])
             x = torch.randn(3, weight.shape[1], generator=generator)
-            # The engine pads a head to a multiple of 64 tokens.
-            found = module.quant_method.apply(module, x, None)[:, : weight.shape[0]]
-            wanted = F.linear(x, weight.to(x.dtype))
-            error = float((found - wanted).abs().max())
-            if not error <= 1e-4 * max(1.0, float(wanted.abs().max())):
+            # Written so that a NaN is refused as well.
+            if not (error := off_by(module, x, weight)) <= tolerance_of(x.dtype):
                 raise SwapError(f"after the swap {name} is off by {error:.3g}: its weights did not arrive")
         for name, value in self.model.named_parameters():
             key = _checkpoint_name(name)
             # An empty one is a weight that was packed away; its function was checked above.
-            if not value.numel() or key in used or _fused_into(key):
+            if not value.numel() or key in used or fused_into(key):
                 continue
             if key not in state:
                 raise SwapError(f"nothing was loaded into {name}: the draft has no {key}")
@@ -144,32 +141,12 @@ def _checkpoint_name(name: str) -> str:
     return "d2t" if name == "draft_id_to_target_id" else name
 
 
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-
-
-def _fused_into(key: str) -> tuple[str, ...]:
-    """Checkpoint names of the parts of a fused weight, in the order they are laid; empty for a weight that is not fused."""
-    *path, layer, leaf = ["", *key.split(".")]
-    return tuple(".".join([*path[1:], part, leaf]) for part in _FUSED.get(layer, ()))
-
-
 def _functions(model: nn.Module) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
     """Name, served module and the checkpoint names of its weight's rows, for every linear layer of the draft."""
     for name, module in model.named_modules():
         if hasattr(module, "quant_method") and hasattr(module, "weight"):
             key = f"{_checkpoint_name(name)}.weight"
-            yield name, module, _fused_into(key) or (key,)
-
-
-def _fingerprint(model: nn.Module) -> list[tuple]:
-    """Address, shape and write counter of every tensor, and the identity of every packed function: cheap and exact."""
-    marks: list[tuple] = []
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        marks.append((name, tensor.data_ptr(), tuple(tensor.shape), tensor._version))
-    for name, module in model.named_modules():
-        if (function := module.__dict__.get("cpu_linear")) is not None:
-            marks.append((name, id(function)))
-    return marks
+            yield name, module, fused_into(key) or (key,)
 
 
 class _Snapshot:

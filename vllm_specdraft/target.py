@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer_bridge.errors import ConfigError
+from trainer_bridge.plan import read_header
 
 INDEX = "model.safetensors.index.json"
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Numbers of a target's config that a draft has to fit."""
-_LARGEST_HEADER_BYTES = 100_000_000
 _KNOB = "; give a Hugging Face directory, or run `specdraft model`"
 
 
@@ -81,26 +81,5 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def parameters_in(path: Path) -> int:
-    """Number of weights in a safetensors file, from its header. Raises `ConfigError` when the file is not whole.
-
-    The format: 8 bytes with the header's length, the header as JSON (name, dtype, shape and place of each tensor), the data.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _LARGEST_HEADER_BYTES):
-            raise _damaged(path, f"its header should have {length} bytes, the file has {size}")
-        try:
-            header = json.loads(file.read(length))
-            tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-            end = max((entry["data_offsets"][1] for entry in tensors), default=0)
-            count = sum(prod(entry["shape"]) for entry in tensors)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-            raise _damaged(path, "its header is not readable") from None
-    if 8 + length + end != size:
-        raise _damaged(path, f"it should have {8 + length + end} bytes, it has {size}")
-    return count
-
-
-def _damaged(path: Path, why: str) -> ConfigError:
-    return ConfigError(f"{path} is damaged or half-written ({why}): copy it again from where the model came from")
+    """Number of weights in a safetensors file, from its header. Raises `ConfigError` when the file is not whole."""
+    return sum(prod(spec.shape) for spec in read_header(path).values())

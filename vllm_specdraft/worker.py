@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from trainer_bridge.draft import checkpoint, registry
-from trainer_bridge.draft.interface import FrozenTarget, Objective
-from trainer_bridge.errors import BridgeError
+from trainer_bridge.draft.interface import FrozenTarget
+from trainer_bridge.errors import BridgeError, SampleError
+from trainer_bridge.taps import stream
 from vllm_specdraft import compat, learner_state, report, status
 from vllm_specdraft.config import EngineConfig
 from vllm_specdraft.gate import MIN_SAMPLES, Probation, probation
@@ -27,6 +29,7 @@ from vllm_specdraft.replay import Replay
 from vllm_specdraft.runner_tap import RunnerTap
 from vllm_specdraft.slots import DraftSlots, Wanted
 from vllm_specdraft.swap import DraftSwap, target_digest
+from vllm_specdraft.updates import NO_PREVIOUS, PolicyUpdates
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +39,26 @@ STATUS_INTERVAL_S = 0.3
 TAP_SHARE = 0.25
 """Rows of running requests may take this share of the replay's bytes, on top of them."""
 ROLLBACK_TRIES = 3
+KEPT_UPDATES = 50
 CLOSE_S = 4.0
 """Longest that the end of the process waits for its last checkpoint, in seconds."""
 
 
+_agent: WorkerAgent | FollowerAgent | None = None
+
+
+def agent_of_process() -> WorkerAgent | FollowerAgent:
+    """The agent of this worker's process. Raises `RuntimeError` where there is none."""
+    if _agent is None:
+        raise RuntimeError(
+            "specdraft taps and learns in a worker process of its own, and this worker has none: "
+            "use the multiprocess executor (distributed_executor_backend='mp')"
+        )
+    return _agent
+
+
 class SpecdraftWorker:
     """Mixed into vLLM's worker class (``--worker-extension-cls``); all names carry our prefix."""
-
-    specdraft_agent: WorkerAgent | FollowerAgent | None = None
 
     def specdraft_start(self) -> WorkerAgent | FollowerAgent:
         """Build the agent once the models are loaded. Called by the patched worker loop."""
@@ -53,41 +68,51 @@ class SpecdraftWorker:
         runner = self.model_runner  # type: ignore[attr-defined]
         compat.check_engine(runner)
         ranks = Ranks()
-        vocab_size = runner.model_config.get_vocab_size()
-        target = runner.get_model()
-        # Collectives: every rank takes part.
-        embedding = ranks.gather_rows(target.model.embed_tokens.weight.detach(), vocab_size)
-        head = embedding
-        if target.lm_head is not target.model.embed_tokens:
-            head = ranks.gather_rows(target.lm_head.weight.detach(), vocab_size)
-        if ranks.leads:
-            self.specdraft_agent = WorkerAgent(runner, config, ranks, FrozenTarget(embedding=embedding, head=head))
-        else:
-            self.specdraft_agent = FollowerAgent(runner, ranks)
-        return self.specdraft_agent
+        target = frozen_target(runner, ranks)
+        global _agent
+        _agent = WorkerAgent(runner, config, ranks, target) if ranks.leads else FollowerAgent(runner, config, ranks)
+        return _agent
+
+    @property
+    def specdraft_agent(self) -> WorkerAgent | FollowerAgent:
+        """The agent behind these methods."""
+        return agent_of_process()
 
     def specdraft_swap(self, request: dict[str, Any]) -> dict[str, Any]:
         """Swap a draft in. See `WorkerAgent.swap`."""
-        return self._specdraft_started().swap(request)
+        return agent_of_process().swap(request)
+
+    def specdraft_sync(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Build an update aside, drop it, or take a sample. See `WorkerAgent.sync`."""
+        if request["op"] == "discard":
+            # A session of vLLM's own weight transfer whose client is gone would keep every later one out.
+            self._weight_update_active = False
+        return agent_of_process().sync(request)
+
+    def specdraft_commit(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Serve the update that was built. See `WorkerAgent.commit`."""
+        return agent_of_process().commit(request)
 
     def specdraft_control(self, request: dict[str, Any]) -> dict[str, Any]:
         """Pause, resume, save, or just report. See `WorkerAgent.control`."""
-        return self._specdraft_started().control(request)
+        return agent_of_process().control(request)
 
-    def _specdraft_started(self) -> WorkerAgent | FollowerAgent:
-        if self.specdraft_agent is None:
-            raise RuntimeError(
-                "specdraft taps and learns in a worker process of its own, and this worker has none: "
-                "use the multiprocess executor (distributed_executor_backend='mp')"
-            )
-        return self.specdraft_agent
+
+def frozen_target(runner: Any, ranks: Ranks) -> FrozenTarget:
+    """Embedding and head of the served target, whole. A collective: every rank takes part."""
+    vocab_size, target = runner.model_config.get_vocab_size(), runner.get_model()
+    embedding = ranks.gather_rows(target.model.embed_tokens.weight.detach(), vocab_size)
+    if target.lm_head is target.model.embed_tokens:
+        return FrozenTarget(embedding=embedding, head=embedding)
+    return FrozenTarget(embedding=embedding, head=ranks.gather_rows(target.lm_head.weight.detach(), vocab_size))
 
 
 class FollowerAgent:
     """A tensor-parallel rank that serves what the first rank decides."""
 
-    def __init__(self, runner: Any, ranks: Ranks) -> None:
-        self._ranks, self._swapper = ranks, DraftSwap(runner)
+    def __init__(self, runner: Any, config: EngineConfig, ranks: Ranks) -> None:
+        self._runner, self._ranks, self._swapper = runner, ranks, DraftSwap(runner)
+        self._updates = PolicyUpdates(runner, ranks, self._swapper, keep_previous=config.keep_previous)
 
     def wait_s(self) -> float:
         """How long to wait for a message: there is nothing else to do."""
@@ -104,6 +129,30 @@ class FollowerAgent:
         with torch.inference_mode(False):
             wanted = self._ranks.share(dict)
             self._swapper.apply(wanted["state"], self._ranks.all_agree)
+        return {}
+
+    def sync(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Build this rank's part of an update."""
+        with torch.inference_mode(False):
+            if request["op"] == "open":
+                self._updates.open(request["manifest"])
+            elif request["op"] == "build":
+                self._updates.build(self._ranks.share(float))
+            elif request["op"] == "discard":
+                self._updates.discard()
+        return {}
+
+    def commit(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Put this rank's part in, or back."""
+        with torch.inference_mode(False):
+            wanted = self._ranks.share(dict)
+            if request.get("rollback"):
+                self._updates.roll_back(wanted["draft"])
+                changed = True
+            else:
+                changed = self._updates.commit(wanted["draft"], version=0, served=None, target_digest="")
+            if changed:
+                frozen_target(self._runner, self._ranks)
         return {}
 
     def control(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -146,10 +195,19 @@ class WorkerAgent:
         version = int(self._model_config.get(learner_state.VERSION_KEY, 0))
         self.slots = DraftSlots(state, version=version, rollbacks=saved.rollbacks if saved else 0)
         self.swapper = DraftSwap(runner)
+        self._runner = runner
+        self.updates = PolicyUpdates(runner, ranks, self.swapper, keep_previous=config.keep_previous)
+        self.draft_policy_version = config.policy_version
+        """Policy that the served draft was made for, or learned from last."""
+        self.records: list[dict[str, Any]] = []
+        """Updates committed, the newest last."""
         self.idle = IdleMonitor(config.cool_ms / 1e3)
         self.policy_version = config.policy_version
         self._target_model = runner.get_model()
         self.target_digest = target_digest(self._target_model)
+        """Of the weights served: of the tensors held at the start, of the bytes that came after an update."""
+        self._target_mark: str | None = self.target_digest
+        """Of the tensors held; None until it is needed after an update."""
         self.checkpointer = self._checkpointer()
         self.last_error: str | None = None
         self.learning_stopped: str | None = None
@@ -289,7 +347,7 @@ class WorkerAgent:
             raise
 
     def _swap(self, request: dict[str, Any]) -> dict[str, Any]:
-        found: list[tuple[Wanted, str, Objective]] = []
+        found: list[tuple[Wanted, str, nn.Module]] = []
 
         def choose() -> dict[str, Any]:
             wanted = self._wanted(request)
@@ -299,6 +357,7 @@ class WorkerAgent:
         # All that can fail here comes before the other ranks begin: they would wait for this one.
         self._ranks.share(choose)
         wanted, digest, prepared = found[0]
+        mark = self._target_mark or target_digest(self._target_model)
         began = time.perf_counter()
         self.swapper.apply(wanted.state, self._ranks.all_agree)
         swap_ms = 1e3 * (time.perf_counter() - began)
@@ -309,9 +368,12 @@ class WorkerAgent:
             was_measured=self.tap.collector.acceptance.draft_changed(),
             swap_ms=round(swap_ms, 2),
             learned_seconds=round(self.learner.progress.seconds, 3),
-            target_untouched=target_digest(self._target_model) == self.target_digest,
+            policy_version=self.policy_version,
+            target_untouched=target_digest(self._target_model) == mark,
         )
+        self._target_mark = mark
         self.learner.served_changed(prepared)
+        self.draft_policy_version = self.policy_version
         if request.get("rollback") is not None:
             self.learner.gate.setback()
         self.rollback_wanted, self._rollback_failures = None, 0
@@ -348,6 +410,141 @@ class WorkerAgent:
             if config.get(key) != self._model_config.get(key):
                 raise BridgeError(f"{directory}: {key} is {config.get(key)}, the engine serves {self._model_config.get(key)}")
         return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+    # -- updates of the policy -------------------------------------------------------------------------------------------
+
+    def sync(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One part of the work on an update, short enough to run between two steps.
+
+        Args:
+            request: ``{"op": "open", "manifest": ...}`` starts to build a verified update aside; ``{"op": "build"}`` goes on with
+                it (answers ``built``); ``{"op": "discard"}`` drops it; ``{"op": "sample", "header", "payload"}`` puts a
+                trainer's sample into the replay (answers ``taken`` and ``reason``).
+        """
+        with torch.inference_mode(False):
+            if request["op"] == "open":
+                self.updates.open(request["manifest"])
+            elif request["op"] == "build":
+                # An engine that rests may be kept longer, by one slice.
+                limit_ms = self.config.build_ms if self.idle.state is IdleState.BUSY else self.config.slice_ms
+                done, total, built = self.updates.build(self._ranks.share(lambda: 1e-3 * limit_ms))
+                return {"done": done, "total": total, "built": built}
+            elif request["op"] == "discard":
+                self.updates.discard()
+            else:
+                return self._take_sample(request["header"], request["payload"])
+        return {}
+
+    def _take_sample(self, header: dict[str, Any], payload: bytes) -> dict[str, Any]:
+        try:
+            sample = stream.unpack(header, payload)
+            self.learner.check_sample(sample)
+        except SampleError as error:
+            self.replay.dropped["from_trainer"] += 1
+            return {"taken": False, "reason": str(error)}
+        before = self.replay.dropped.copy()
+        taken = self.replay.add(sample)
+        return {"taken": taken, "reason": "" if taken else ", ".join(self.replay.dropped - before)}
+
+    def commit(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Serve what was built from the next step on, on all ranks, target and draft together; or raise, and nothing changed.
+
+        Args:
+            request: ``{}``, or ``{"rollback": True}`` for the version before the last update.
+
+        Returns:
+            The record: versions, origin, and what it took.
+        """
+        try:
+            with torch.inference_mode(False):
+                return self._commit(rollback=bool(request.get("rollback")))
+        except Exception as error:
+            self.last_error = f"update refused, still serving policy {self.policy_version}: {error}"
+            self._write_status(force=True)
+            raise
+
+    def _commit(self, *, rollback: bool) -> dict[str, Any]:
+        found: list[tuple[int, str, dict[str, torch.Tensor] | None, nn.Module | None]] = []
+
+        def choose() -> dict[str, Any]:
+            version, origin, draft = self._before() if rollback else self._incoming()
+            found.append((version, origin, draft, self.learner.prepare_served(draft) if draft is not None else None))
+            return {"draft": draft}
+
+        # All that can fail here comes before the other ranks begin: they would wait for this one.
+        self._ranks.share(choose)
+        version, origin, draft, prepared = found[0]
+        began = time.perf_counter()
+        digest, previous = self.updates.target_digest, self.updates.previous
+        if rollback:
+            self.updates.roll_back(draft)
+            changed, digest = True, previous.digest if previous is not None else ""
+        else:
+            changed = self.updates.commit(
+                draft, version=self.policy_version, served=self.slots.served.state, target_digest=self.target_digest
+            )
+        swap_ms = 1e3 * (time.perf_counter() - began)
+        # From here on it serves, and nothing below may fail.
+        if changed:
+            self._target_changed(version, digest, frozen_target(self._runner, self._ranks))
+        record = self._draft_came(draft, prepared, origin, swap_ms) if draft is not None and prepared is not None else {}
+        record = {
+            **record,
+            "policy_version": self.policy_version,
+            "draft_version": self.slots.served.version,
+            "origin": origin,
+            "unix_time_s": time.time(),
+            "target_digest": self.target_digest,
+            "report": {"target": changed, "draft": draft is not None, "swap_ms": round(swap_ms, 2)},
+        }
+        self.records = [*self.records[-KEPT_UPDATES:], record]
+        self._write_status(force=True)
+        return record
+
+    def _incoming(self) -> tuple[int, str, dict[str, torch.Tensor] | None]:
+        """Version, origin and draft of the update that was built."""
+        manifest = self.updates.manifest()
+        draft = self.updates.draft()
+        return manifest["version"], f"update {manifest['update']} of job {manifest['job']}", draft
+
+    def _before(self) -> tuple[int, str, dict[str, torch.Tensor] | None]:
+        """Version, origin and draft of the version that a rollback brings back."""
+        previous = self.updates.previous
+        if previous is None:
+            raise BridgeError(NO_PREVIOUS)
+        same = previous.draft is None or checkpoint.digest_of(previous.draft) == self.slots.served.digest
+        origin = f"rollback of policy {self.policy_version} to policy {previous.version}"
+        return previous.version, origin, None if same else previous.draft
+
+    def _target_changed(self, version: int, digest: str, target: FrozenTarget) -> None:
+        """Another policy serves: its teacher is another one, and what the served draft was measured against is gone."""
+        again = version <= self.policy_version
+        if again:
+            # A version number that was used before stands for other weights now.
+            self.replay.expire(1 << 62)
+        self.policy_version, self.target_digest, self._target_mark = version, digest, None
+        self.learner.target_changed(version, target, keep=1 if again else self.config.teacher_versions)
+        self.tap.collector.acceptance.policy_changed()
+        self._on_probation, self.rollback_wanted = False, None
+        self.recent.clear()
+
+    def _draft_came(self, draft: dict[str, torch.Tensor], prepared: nn.Module, origin: str, swap_ms: float) -> dict[str, Any]:
+        """The draft of an update serves: the learner goes on from it, and its account begins anew."""
+        record = self.slots.swapped(
+            Wanted(state=draft, origin=origin),
+            checkpoint.digest_of(draft),
+            was_measured=self.tap.collector.acceptance.draft_changed(),
+            swap_ms=round(swap_ms, 2),
+            learned_seconds=round(self.learner.progress.seconds, 3),
+            policy_version=self.policy_version,
+            target_untouched=True,
+        )
+        self.learner.replace_master(draft)
+        self.learner.served_changed(prepared)
+        self.draft_policy_version = self.policy_version
+        self._on_probation, self._served_unsaved = False, True
+        self.recent.clear()
+        return record
 
     def control(self, request: dict[str, Any]) -> dict[str, Any]:
         """One action; the status after it.

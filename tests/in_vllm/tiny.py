@@ -128,6 +128,15 @@ def states(model: Any, ids: torch.Tensor, layers: tuple[int, ...]) -> tuple[torc
 
 
 @torch.no_grad()
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """`count` greedy tokens after a prompt, end of text or not."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@torch.no_grad()
 def greedy_gaps(model: Any, prompt: list[int], answer: list[int]) -> torch.Tensor:
     """How far each answer token's logit lies below the best one, as a share of the largest logit: all 0 for greedy decoding.
 

@@ -111,7 +111,7 @@ def test_what_must_be_positive_is(name: str, value: float) -> None:
         config(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["cool_ms", "warmup_steps", "weight_decay", "policy_version"])
+@pytest.mark.parametrize("name", ["cool_ms", "warmup_steps", "weight_decay", "policy_version", "min_policy_version"])
 def test_what_may_be_zero_may_not_be_less(name: str) -> None:
     assert getattr(config(**{name: 0}), name) == 0
     with pytest.raises(SettingsError, match=f"{name} is -1, must not be negative"):

@@ -36,6 +36,9 @@ MAY_IMPORT_VLLM = {
     "serve_entry.py",
     "ranks.py",
     "shards.py",
+    "shadow.py",
+    "policy_swap.py",
+    "weight_transfer.py",
 }
 """Files of vllm_specdraft that touch vLLM; everything else can be tested, and read, without an engine."""
 WITHOUT_TORCH = {
@@ -49,6 +52,24 @@ WITHOUT_TORCH = {
     "status_view.py",
     "target.py",
     "serve_entry.py",
+    "versions.py",
+    "answers.py",
+    "admission.py",
+    "link.py",
+    "sync_link.py",
+    "sync_process.py",
+    "wire.py",
+    "session.py",
+    "plan.py",
+    "digest.py",
+    "delta.py",
+    "staging.py",
+    "inbox.py",
+    "receiver.py",
+    "receiving.py",
+    "base.py",
+    "tcp_receiver.py",
+    "members.py",
 }
 """Modules that a command line, a state machine or a test imports alone."""
 

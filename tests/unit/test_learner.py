@@ -76,7 +76,8 @@ def make(
         "warmup_steps": 4,
         "evaluate_every_steps": 20,
     }
-    config = EngineConfig(**{**values, **fields})
+    # The samples' own.
+    config = EngineConfig(**{"policy_version": 3, **values, **fields})
     replay = Replay(limit_bytes=1 << 24, held_out_share=config.held_out_share, seed=0)
     for one in [answer(i) for i in range(24)] if samples is None else samples:
         assert replay.add(one)
@@ -211,14 +212,14 @@ def test_a_piece_does_at_most_one_forward_or_backward(monkeypatch: pytest.Monkey
 def test_measuring_is_cut_into_pieces_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     learner = make(evaluate_every_steps=2)
     calls = 0
-    measure = type(learner._objective).measure
+    measure = TrainingTimeTest.measure
 
     def counted(*arguments: Any) -> Any:
         nonlocal calls
         calls += 1
         return measure(*arguments)
 
-    monkeypatch.setattr(type(learner._objective), "measure", counted)
+    monkeypatch.setattr(TrainingTimeTest, "measure", counted)
     most = total = 0
     for _ in range(120):
         calls = 0
@@ -275,7 +276,7 @@ def test_training_never_writes_a_served_tensor() -> None:
     run(learner, 25)
     assert checkpoint.digest_of(learner.state()) != digest
     assert checkpoint.digest_of(state) == digest
-    assert checkpoint.digest_of(learner._served_objective.model.state_dict()) == digest
+    assert checkpoint.digest_of(learner._served_model.state_dict()) == digest
     assert torch.equal(target.embedding, TARGET.embedding)
     assert torch.equal(target.head, TARGET.head)
     assert target.embedding.grad is None
@@ -357,7 +358,7 @@ def test_another_served_draft_drops_the_candidate_and_is_measured_against() -> N
     run(learner, 20)
     assert learner.verdict is not None
     assert learner.verdict.served > 2.5
-    assert checkpoint.digest_of(learner._served_objective.model.state_dict()) == candidate.digest
+    assert checkpoint.digest_of(learner._served_model.state_dict()) == candidate.digest
 
 
 def test_a_draft_swapped_in_at_any_moment_never_meets_a_candidate_of_before() -> None:
@@ -372,7 +373,7 @@ def test_a_draft_swapped_in_at_any_moment_never_meets_a_candidate_of_before() ->
         learner = make(evaluate_every_steps=1, publish_min_gain=0.2, learning_rate=1e-6)
         # Far better than what is served, from the first measurement on.
         checkpoint.load_state(learner._model, best, "test")
-        learner._objective.vocabulary_changed()
+        learner._objective_for(learner._model, 3).vocabulary_changed()
         for _ in range(pieces):
             learner.run_piece()
         published += learner.candidate is not None
@@ -427,7 +428,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_is_counted(monkeypatch: py
     run(learner, 3)
     before, loss = learner.state(), learner.progress.loss
     with monkeypatch.context() as patch:
-        patch.setattr(learner._objective, "take_loss", lambda: math.nan)
+        patch.setattr(learner._objective_for(learner._model, 3), "take_loss", lambda: math.nan)
         run(learner, 2)
     assert learner.progress.skipped_steps == 2
     assert checkpoint.digest_of(learner.state()) == checkpoint.digest_of(before)
@@ -462,7 +463,7 @@ def test_learning_can_go_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> N
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(learner._objective, "_trunk", broken)
+        patch.setattr(TrainingTimeTest, "_trunk", broken)
         with pytest.raises(RuntimeError, match="out of memory"):
             run(learner, 1)
         with pytest.raises(RuntimeError, match="out of memory"):
@@ -531,16 +532,16 @@ def test_an_adapted_row_starts_with_fresh_optimizer_state() -> None:
     for key, value in before.items():
         assert bool((moments[key][changed] == 0).all()), key
         assert torch.equal(moments[key][~changed], value[~changed]), key
-    assert torch.equal(learner._objective._kept, learner._model.kept()), "the objective was told"
+    assert torch.equal(learner._objective_for(learner._model, 3)._kept, learner._model.kept()), "the objective was told"
 
 
 def test_the_served_draft_keeps_its_vocabulary_until_the_swap() -> None:
     learner = make([answer(i, cycle=OTHER_CYCLE) for i in range(16)])
     run(learner, 1)
     assert learner.progress.vocabulary_changes == 2
-    assert learner._served_objective.model.kept().tolist() == list(KEPT)
+    assert learner._served_model.kept().tolist() == list(KEPT)
     learner.served_changed(learner.prepare_served(learner.state()))
-    assert learner._served_objective.model.kept().tolist() == learner._model.kept().tolist() != list(KEPT)
+    assert learner._served_model.kept().tolist() == learner._model.kept().tolist() != list(KEPT)
 
 
 # The size of the pieces.
@@ -609,9 +610,9 @@ def test_the_learner_reports_its_slowest_piece_to_the_budget(monkeypatch: pytest
         now += 1.0
         return head(*arguments)
 
-    head = learner._objective._head
+    head = learner._objective_for(learner._model, 3)._head
     monkeypatch.setattr(learner_module, "time", Clock)
-    monkeypatch.setattr(learner._objective, "_head", slow)
+    monkeypatch.setattr(learner._objective_for(learner._model, 3), "_head", slow)
     run(learner, 2)
     assert learner._budget.anchors == 8
     assert learner.progress.seconds == now

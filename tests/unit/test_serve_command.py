@@ -210,6 +210,13 @@ def test_a_negative_limit_is_refused(built: Any) -> None:
         built("--speculate-up-to", "-1")
 
 
+def test_the_policy_that_answers_wait_for_reaches_the_engine(built: Any) -> None:
+    assert config_of(built()).min_policy_version == 0
+    assert config_of(built("--min-policy-version", "12")).min_policy_version == 12
+    with pytest.raises(SettingsError, match="--min-policy-version is -1"):
+        built("--min-policy-version", "-1")
+
+
 @pytest.mark.parametrize("value", ["many", "0", "-2", "1.5", ""])
 def test_a_cache_size_of_the_environment_that_vllm_would_stumble_over_is_refused(
     built: Any, value: str, monkeypatch: pytest.MonkeyPatch
