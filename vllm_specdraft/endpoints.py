@@ -62,10 +62,10 @@ class SpecdraftEndpoints:
         )
         label = version_label(link.policy_version, link.draft_version)
         await engine_client.engine_core.set_weight_version_async(label)
-        metrics.register(Path(config.state_dir))
         if config.sync_bind is not None:
             link.sync = SyncLink(_sync_settings(config, link, args), commit=link.commit, sample=link.sample)
             state.specdraft_sync = asyncio.create_task(link.sync.run())
+        metrics.register(Path(config.state_dir), link.sync_counters)
         # The reference keeps the task alive.
         state.specdraft_publisher = asyncio.create_task(follow(link, publish=config.auto_publish))
 

@@ -33,6 +33,10 @@ class Link:
             found["sync"] = self.sync.report() if self.sync is not None else None
         return found
 
+    def sync_counters(self) -> dict[str, int]:
+        """What the receiver of weights counted; empty where there is none."""
+        return self.sync.counters if self.sync is not None else {}
+
     async def swap(self, request: dict[str, Any]) -> dict[str, Any]:
         """Swap a draft in between two steps; the publish record."""
         async with self._swapping:

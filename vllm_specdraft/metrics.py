@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,11 @@ def _at(*keys: str) -> _Read:
     return read
 
 
-def _last_publish(key: str) -> _Read:
-    """Reads a number of the newest swap; None before the first."""
+def _last(records: str, *keys: str) -> _Read:
+    """Reads a number of the newest record of a kind (``publishes``, ``updates``); None before the first."""
 
     def read(found: dict[str, Any]) -> float | None:
-        return _at(key)(found["publishes"][-1]) if found.get("publishes") else None
+        return _at(*keys)(found[records][-1]) if found.get(records) else None
 
     return read
 
@@ -38,6 +38,21 @@ def _last_publish(key: str) -> _Read:
 GAUGES: tuple[tuple[str, str, _Read], ...] = (
     ("specdraft_draft_version", "Version of the served draft; grows by one with every swap.", _at("draft_version")),
     ("specdraft_policy_version", "Version of the served policy.", _at("policy_version")),
+    (
+        "specdraft_draft_is_behind",
+        "1 while the served draft was made for an older policy than the served one, else 0.",
+        _at("draft_is_behind"),
+    ),
+    (
+        "specdraft_last_update_milliseconds",
+        "Time that the last update of the policy took to swap, in ms.",
+        _last("updates", "report", "swap_ms"),
+    ),
+    (
+        "specdraft_last_update_timestamp_seconds",
+        "When the policy was last updated, in Unix time, in seconds.",
+        _last("updates", "unix_time_s"),
+    ),
     (
         "specdraft_accepted_length",
         "Recent accepted length: tokens per target step that verified drafts, bonus token included.",
@@ -84,11 +99,11 @@ GAUGES: tuple[tuple[str, str, _Read], ...] = (
     ("specdraft_replay_limit_bytes", "Bound of the samples held, in bytes.", _at("replay", "limit_bytes")),
     ("specdraft_replay_samples", "Training samples held.", _at("replay", "samples")),
     ("specdraft_replay_held_out_samples", "Samples held that are never trained on.", _at("replay", "held_out_samples")),
-    ("specdraft_last_swap_milliseconds", "Time that the last swap of drafts took, in ms.", _last_publish("swap_ms")),
+    ("specdraft_last_swap_milliseconds", "Time that the last swap of drafts took, in ms.", _last("publishes", "swap_ms")),
     (
         "specdraft_last_swap_timestamp_seconds",
         "When drafts were last swapped, in Unix time, in seconds.",
-        _last_publish("unix_time_s"),
+        _last("publishes", "unix_time_s"),
     ),
     (
         "specdraft_error",
@@ -129,8 +144,9 @@ COUNTERS: tuple[tuple[str, str, _Read], ...] = (
 class StatusCollector(Collector):
     """Turns the last status into metrics."""
 
-    def __init__(self, state_dir: Path) -> None:
-        self._state_dir = state_dir
+    def __init__(self, state_dir: Path, sync: Callable[[], Mapping[str, int]] | None = None) -> None:
+        """`sync`: what the receiver of weights counted, by event; None where no weights are taken."""
+        self._state_dir, self._sync = state_dir, sync
 
     def describe(self) -> list[Metric]:
         """Nothing ahead of time: registering must not read the file."""
@@ -148,6 +164,15 @@ class StatusCollector(Collector):
             if (value := read(found)) is not None:
                 yield CounterMetricFamily(name, text, value=value)
         yield from _labelled(found)
+        if self._sync is not None:
+            events = CounterMetricFamily(
+                "specdraft_sync_events",
+                "Updates and frames that the receiver of weights saw, by what became of them.",
+                labels=["event"],
+            )
+            for event, count in self._sync().items():
+                events.add_metric([event], count)
+            yield events
 
 
 def _labelled(found: dict[str, Any]) -> Iterator[Metric]:
@@ -170,7 +195,7 @@ def _labelled(found: dict[str, Any]) -> Iterator[Metric]:
         yield InfoMetricFamily("specdraft_served", "Type and digests of what is served.", value=digests)
 
 
-def register(state_dir: Path) -> None:
+def register(state_dir: Path, sync: Callable[[], Mapping[str, int]] | None = None) -> None:
     """Add the collector to the process's registry, once."""
     if not any(isinstance(c, StatusCollector) for c in list(REGISTRY._collector_to_names)):
-        REGISTRY.register(StatusCollector(state_dir))
+        REGISTRY.register(StatusCollector(state_dir, sync))

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from trainer_bridge.draft.interface import FrozenTarget
+
 
 class RankError(RuntimeError):
     """Another rank failed; the text is what it said."""
@@ -56,3 +58,12 @@ class Ranks:
         """``[rows, ...]``: the first `rows` rows of a weight that is split by rows, its padding left out."""
         whole = shard if self.size == 1 else self._group.all_gather(shard, dim=0)
         return whole[:rows]
+
+
+def frozen_target(runner: Any, ranks: Ranks) -> FrozenTarget:
+    """Embedding and head of the served target, whole. A collective: every rank takes part."""
+    vocab_size, target = runner.model_config.get_vocab_size(), runner.get_model()
+    embedding = ranks.gather_rows(target.model.embed_tokens.weight.detach(), vocab_size)
+    if target.lm_head is target.model.embed_tokens:
+        return FrozenTarget(embedding=embedding, head=embedding)
+    return FrozenTarget(embedding=embedding, head=ranks.gather_rows(target.lm_head.weight.detach(), vocab_size))

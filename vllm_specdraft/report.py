@@ -41,6 +41,13 @@ class RecentAcceptance:
         return 1 + accepted / steps if steps else None
 
 
+class Updates(Protocol):
+    """What is reported of updates of the policy."""
+
+    updates: PolicyUpdates
+    records: list[dict[str, Any]]
+
+
 class Agent(Protocol):
     """What is reported on."""
 
@@ -54,15 +61,20 @@ class Agent(Protocol):
     slots: DraftSlots
     idle: IdleMonitor
     recent: RecentAcceptance
-    checkpointer: Checkpointer | None
     engine_steps: int
     engine_step_seconds: float
     last_error: str | None
     learning_stopped: str | None
     rollback_wanted: int | None
     draft_policy_version: int
-    updates: PolicyUpdates
-    records: list[dict[str, Any]]
+
+    @property
+    def policy(self) -> Updates:
+        """Updates of the policy."""
+
+    @property
+    def checkpointer(self) -> Checkpointer | None:
+        """What writes the learner's state."""
 
 
 def of(agent: Agent) -> dict[str, Any]:
@@ -86,8 +98,8 @@ def _status(agent: Agent) -> dict[str, Any]:
         "policy_version": agent.policy_version,
         "draft_policy_version": agent.draft_policy_version,
         "draft_is_behind": agent.draft_policy_version < agent.policy_version,
-        "previous_policy_version": agent.updates.previous.version if agent.updates.previous else None,
-        "updates": agent.records,
+        "previous_policy_version": agent.policy.updates.previous.version if agent.policy.updates.previous else None,
+        "updates": agent.policy.records,
         "draft_version": slot.version,
         "draft_digest": slot.digest,
         "previous_draft_version": agent.slots.previous.version if agent.slots.previous else None,

@@ -98,7 +98,7 @@ def mend(worker: Any) -> None:
 
 def put_on_probation(worker: Any) -> None:
     """In the worker: take the served draft for one that the gate let through."""
-    worker.specdraft_agent._on_probation = True
+    worker.specdraft_agent.on_probation = True
 
 
 def probation(llm: Any, prompts: list[list[int]], worse: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,10 @@ a draft that is left behind in silence, a failure after which the engine serves 
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -128,7 +132,10 @@ def test_after_an_update_the_engine_is_a_fresh_one_of_the_new_checkpoint(
     headers = complete(server.url, PROMPTS[0]).headers
     assert headers["X-Specdraft-Policy-Version"] == str(version + 2)
     assert headers["X-Specdraft-Draft-Version"] == str(found["draft_version"])
-    assert requests.get(f"{server.url}/metrics", timeout=10).text.count(f"specdraft_policy_version {float(version + 2)}") == 1
+    metrics = requests.get(f"{server.url}/metrics", timeout=10).text
+    assert f"specdraft_policy_version {float(version + 2)}" in metrics
+    assert "specdraft_draft_is_behind 0.0" in metrics
+    assert 'specdraft_sync_events_total{event="committed"}' in metrics
 
 
 def test_a_draft_of_an_update_is_the_learner_s_from_then_on(server: Server, draft_dirs: dict[int, Path], tmp_path: Path) -> None:
@@ -330,3 +337,17 @@ def test_learning_goes_on_over_updates_with_each_policy_s_own_teacher(server: Se
     assert found["replay"]["dropped"]["aged"] >= 20
     assert found["last_error"] == error
     assert found["learning"]["skipped_steps"] == 0
+
+
+def test_the_loop_of_the_readme_trains_what_the_server_serves(server: Server, targets: dict[int, Path]) -> None:
+    """As it is written there; only the questions mean nothing to this model."""
+    (targets[0] / "chat_template.jinja").write_text("{% for message in messages %}{{ message['content'] }} {% endfor %}")
+    readme = Path(__file__).parents[2].joinpath("README.md").read_text()
+    (loop,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.S) if "bridge.update(" in block]
+    assert len(loop.splitlines()) <= 40
+    before = engines.status(server.url)["policy_version"]
+    environment = {**os.environ, "SPECDRAFT_URL": server.url}
+    done = subprocess.run([sys.executable, "-c", loop], capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"step 1: policy {before + 2} serves, 1 MB" in done.stdout
+    assert engines.status(server.url)["policy_version"] == before + 2
