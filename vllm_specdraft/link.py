@@ -65,7 +65,9 @@ class Link:
                 while not (await self._utility("specdraft_sync", {"op": "build"}))["built"]:
                     pass
                 build_ms = 1e3 * (time.monotonic() - began)
-                record = await self._put_in({"running": manifest["running"]}, manifest["drain_timeout_s"])
+                # Another draft changes no token: running requests need not know.
+                running = manifest["running"] if manifest["target"] else "keep"
+                record = await self._put_in({"running": running}, manifest["drain_timeout_s"])
             except BaseException:
                 with contextlib.suppress(Exception):
                     await self._utility("specdraft_sync", {"op": "discard"})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -15,10 +16,13 @@ from trainer_bridge.carriers.sending import TORCH_DTYPES, bytes_of
 from trainer_bridge.digest import digest
 from trainer_bridge.errors import BridgeError
 from trainer_bridge.staging import Mapping as StagingMapping
+from vllm_specdraft import preflight
 from vllm_specdraft.policy_swap import Build, PolicySwap, PolicySwapError, Replaced
 from vllm_specdraft.ranks import Ranks
 from vllm_specdraft.swap import DraftSwap
 
+SPARE_BYTES = 256 << 20
+"""Memory that must be left while an update is built."""
 NO_PREVIOUS = "no previous version is kept: start the server with --keep-previous, and after an update there is one"
 
 
@@ -43,6 +47,7 @@ class PolicyUpdates:
 
     def __init__(self, runner: Any, ranks: Ranks, drafts: DraftSwap, *, keep_previous: bool) -> None:
         self._ranks, self._drafts, self._keep = ranks, drafts, keep_previous
+        self._item_bytes = runner.model_config.dtype.itemsize
         self._policy = PolicySwap(runner)
         self._staging = StagingMapping()
         self._build: Build | None = None
@@ -57,6 +62,12 @@ class PolicyUpdates:
         memory = self._staging.of(manifest["path"], manifest["bytes"])
 
         def start() -> None:
+            need = self._item_bytes * sum(prod(entry["shape"]) for entry in manifest["target"]) // self._ranks.size
+            if (free := preflight.available_bytes()) < need + SPARE_BYTES:
+                raise MemoryError(
+                    f"the new weights are built beside the old ones: {need / 1e6:.0f} MB, and {free / 1e6:.0f} MB are free; "
+                    "make the KV cache (--kv-gib) or the replay (--replay-mb) smaller"
+                )
             self._build = self._policy.build([(entry["name"], _reader(memory, entry)) for entry in manifest["target"]])
 
         if manifest["target"]:

@@ -52,10 +52,12 @@ class Client:
         self.paused = False
 
 
-def commit(client: Client, tmp_path: Path, *, running: str = "recompute", timeout_s: float = 5.0) -> tuple[Link, Any]:
+def commit(
+    client: Client, tmp_path: Path, *, running: str = "recompute", timeout_s: float = 5.0, target: bool = True
+) -> tuple[Link, Any]:
     """The link, and the record or the error."""
     link = Link(client, tmp_path, policy_version=3, draft_version=8)
-    message = {"manifest": {"running": running, "drain_timeout_s": timeout_s}}
+    message = {"manifest": {"running": running, "drain_timeout_s": timeout_s, "target": [{}] if target else []}}
     try:
         return link, asyncio.run(link.commit(message))
     except Exception as error:  # noqa: BLE001 - what is raised is what the test looks at
@@ -87,6 +89,12 @@ def test_requests_are_out_of_the_way_before_and_admitted_again_after(tmp_path: P
     core = Core(pieces=1, failing="commit")
     commit(Client(core), tmp_path, running=running)
     assert core.calls[-3:] == ["commit", "resume", "discard"]
+
+
+def test_a_draft_alone_disturbs_no_request(tmp_path: Path) -> None:
+    core = Core(pieces=1)
+    commit(Client(core), tmp_path, running="drain", target=False)
+    assert core.calls == ["open", "build", "commit"]
 
 
 def test_a_pause_of_the_user_s_stays(tmp_path: Path) -> None:
