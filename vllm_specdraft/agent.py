@@ -19,6 +19,7 @@ from trainer_bridge.errors import BridgeError
 from vllm_specdraft import learner_state, report, status
 from vllm_specdraft.config import EngineConfig
 from vllm_specdraft.gate import MIN_SAMPLES, Probation, probation
+from vllm_specdraft.heap import Heap
 from vllm_specdraft.idle import IdleMonitor, IdleState
 from vllm_specdraft.learner import Learner
 from vllm_specdraft.learner_state import Checkpointer
@@ -92,7 +93,8 @@ class WorkerAgent:
         self.last_error: str | None = None
         self.learning_stopped: str | None = None
         self.rollback_wanted: int | None = None
-        self.on_probation = self._round_open = False
+        self.on_probation = self._round_open = self._tidy = False
+        self._heap = Heap()
         self._rollback_failures = 0
         self._status_due = 0.0
         self._step_began = 0.0
@@ -135,7 +137,11 @@ class WorkerAgent:
             if self._round_open:
                 self._round_open = False
                 self.replay.round_ended()
-            if self._may_learn():
+                self._tidy = True
+            if self._tidy:
+                # A piece at a time, as with learning: a request may come.
+                self._tidy = self._heap.give_back()
+            elif self._may_learn():
                 self._learn()
         self.write_status()
 

@@ -56,6 +56,7 @@ WITHOUT_TORCH = {
     "answers.py",
     "admission.py",
     "link.py",
+    "heap.py",
     "sync_link.py",
     "sync_process.py",
     "wire.py",
