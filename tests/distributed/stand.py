@@ -158,6 +158,6 @@ def stands(count: int = 1, **options: Any) -> Iterator[list[Stand]]:
                 stand.kill()
 
 
-def staging_files(pid: int | None) -> set[str]:
-    """Names of a process's staging files."""
-    return {path.name for path in Path("/dev/shm").glob(f"specdraft-*-{pid}-*")}
+def staging_files(pid: int | None = None) -> set[str]:
+    """Names of a process's staging files; of all of this host without one."""
+    return {path.name for path in Path("/dev/shm").glob(f"specdraft-*-{pid}-*" if pid is not None else "specdraft-*")}

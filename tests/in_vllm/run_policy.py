@@ -70,8 +70,8 @@ def restore(worker: Any) -> None:
 
 
 def drop(worker: Any) -> None:
-    """Keep nothing."""
-    worker.policy_build = worker.policy_replaced = None
+    """Do not keep what was replaced. The build that was put in stays, and should hold nothing."""
+    worker.policy_replaced = None
 
 
 def marks(worker: Any) -> list[Any]:
@@ -135,7 +135,7 @@ def look(llm: Any, prompts: list[list[int]]) -> dict[str, Any]:
 
 
 def update(llm: Any, directory: str) -> None:
-    """Build and put in at once; nothing is kept."""
+    """Build and put in at once; what was replaced is dropped."""
     llm.collective_rpc(start, args=(directory,))
     llm.collective_rpc(finish)
     llm.collective_rpc(apply)
@@ -179,6 +179,7 @@ def exercise(target: dict[str, str], arguments: dict[str, Any], name: str, out: 
         llm.collective_rpc(restore)
         seen["second again"] = look(llm, prompts)
         seen["alive"].append(llm.collective_rpc(alive))
+        llm.collective_rpc(restore)
         llm.collective_rpc(drop)
         seen["alive"].append(llm.collective_rpc(alive))
     fresh = tiny_engine.config_of({**arguments, "drafts": {"fresh": arguments["drafts"][name]}}, "fresh", learn=False)

@@ -51,7 +51,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def parallel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `run_policy` was told, and did, with two ranks."""
     arguments = _made(tmp_path_factory.mktemp("policy"), PARALLEL) | {"options": {"tensor_parallel_size": 2}}
-    tiny_engine.run_script("tests.in_vllm.run_policy", arguments, timeout_s=600, ranks=2)
+    tiny_engine.run_script("tests.in_vllm.run_policy", arguments, timeout_s=900, ranks=2)
     return arguments
 
 
@@ -141,7 +141,7 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     made = {which: tiny.save_target(root / which, "qwen2", tied=True, seed=seed) for seed, which in enumerate(("first", "second"))}
     draft = drafts.init(made["first"], root / "draft", draft_vocab_size=100)
     arguments = {"targets": {k: str(v) for k, v in made.items()}, "drafts": {"faults": str(draft)}, "out": str(root)}
-    tiny_engine.run_script("tests.in_vllm.run_policy_faults", arguments, timeout_s=400)
+    tiny_engine.run_script("tests.in_vllm.run_policy_faults", arguments, timeout_s=600)
     return {**torch.load(root / "faults.pt", weights_only=False), **arguments}
 
 
@@ -209,8 +209,10 @@ def test_the_draft_can_still_be_swapped(failing: dict[str, Any]) -> None:
 
 
 def test_a_dropped_build_frees_everything_at_once(failing: dict[str, Any]) -> None:
+    """At whatever place; the last one was finished, and vLLM's records of it went with that."""
     assert failing["untouched"]
+    *unfinished, finished = failing["dropped"]
+    assert all(seen["during"]["records"] > seen["before"]["records"] for seen in unfinished), "the check sees nothing"
+    assert finished["during"]["functions"] > finished["before"]["functions"], "the check sees nothing"
     for seen in failing["dropped"]:
-        assert seen["during"]["records"] > seen["before"]["records"], "the check sees nothing"
         assert seen["after"] == seen["before"], seen["pieces"]
-    assert failing["dropped"][-1]["during"]["functions"] > failing["dropped"][-1]["before"]["functions"]
