@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import frames
-from benchmarks.subject import Seen, Subject, Variant, chosen
-from benchmarks.trainer import A, B
+from benchmarks.sync import frames
+from benchmarks.sync.subject import Seen, Subject, Variant, chosen
+from benchmarks.sync.trainer import A, B
 from vllm_specdraft.demo.session import SessionError
 
 ANSWERS = {A: [[1, 2], [3, 4]], B: [[1, 2], [3, 5]]}
