@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import zmq
 
@@ -43,6 +44,8 @@ class Engines:
             self._context.destroy(linger=0)
             raise
         self._heartbeat.start([member.endpoint for member in self.members])
+        for member in self.members:
+            member.is_silent = partial(self.is_silent, member)
 
     def close(self) -> None:
         """Let go of all of them."""

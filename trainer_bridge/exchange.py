@@ -297,6 +297,8 @@ class Exchange:
         if len(session.sent) < session.world or session.state.value != "STAGING":
             return
         sent = sum(session.sent.values())
+        if self._inbox.arrived < sent and active.offer.carrier in ("shm", "zmq"):
+            raise PlanError(f"{self._inbox.arrived} of {sent} pieces arrived: frames were lost")
         if self._inbox.arrived < sent:
             # The rest is still on its way on another connection; the deadline is watching.
             return

@@ -8,6 +8,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from trainer_bridge.errors import ConfigError, DeadlineError, UpdateError, WireE
 from trainer_bridge.plan import Plan
 
 logger = logging.getLogger(__name__)
+
+_LOOK_MS = 500
+"""Time between two looks at whether an engine still lives, while it takes nothing, in ms."""
 
 
 def resolve(endpoint: str) -> str:
@@ -59,6 +63,8 @@ class Member:
         self.dead: str | None = None
         """Why it is left out; None while it is there."""
         self._socket: zmq.Socket | None = None
+        self.is_silent: Callable[[], bool] = lambda: False
+        """Whether it has stopped to answer heartbeats."""
 
     @property
     def plan(self) -> Plan:
@@ -89,17 +95,17 @@ class Member:
                 return message
 
     def send(self, message: wire.FromTrainer, payload: np.ndarray | bytes | None = None, *, timeout_s: float = 30.0) -> None:
-        """Send a message. Raises `DeadlineError` when the engine takes nothing for `timeout_s`."""
+        """Send a message. Raises `DeadlineError` when the engine takes nothing for `timeout_s`, or is silent."""
         assert self._socket is not None
-        self._socket.setsockopt(zmq.SNDTIMEO, max(1, int(1e3 * timeout_s)))
-        try:
-            if payload is None:
-                self._socket.send(wire.encode(message))
-            else:
-                self._socket.send(wire.encode(message), zmq.SNDMORE)
-                self._socket.send(view_of(payload))
-        except zmq.Again:
-            raise DeadlineError(f"the engine at {self.endpoint} took nothing for {timeout_s:g} s") from None
+        deadline = time.monotonic() + timeout_s
+        while not self._socket.poll(_LOOK_MS, zmq.POLLOUT):
+            if time.monotonic() >= deadline or self.is_silent():
+                raise DeadlineError(f"the engine at {self.endpoint} takes nothing any more: it died, or hangs")
+        if payload is None:
+            self._socket.send(wire.encode(message))
+        else:
+            self._socket.send(wire.encode(message), zmq.SNDMORE)
+            self._socket.send(view_of(payload))
 
     def receive(self, deadline: float) -> wire.FromEngine | None:
         """The next message that is one, or None at the deadline (of `time.monotonic`)."""

@@ -80,7 +80,9 @@ class UpdateSession:
             raise UpdateError(f"rank {rank} did not join this update from that process")
         if self.sent.get(rank, pieces) != pieces:
             raise UpdateError(f"rank {rank} finished twice, with {self.sent[rank]} and with {pieces} pieces")
-        self.began()
+        if rank not in self.sent:
+            # Saying it again is harmless, also when all was verified meanwhile.
+            self.began()
         self.sent[rank] = pieces
         return len(self.sent) == self.world
 

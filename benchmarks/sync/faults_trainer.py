@@ -1,4 +1,4 @@
-"""A trainer that kills itself with SIGKILL at a chosen moment of an update: ``python -m benchmarks.faults_trainer JSON``.
+"""A trainer that kills itself with SIGKILL at a chosen moment of an update: ``python -m benchmarks.sync.faults_trainer JSON``.
 
 It prints the update's id as soon as the update is open, and never the end: that it comes to is a fault of the benchmark.
 """
