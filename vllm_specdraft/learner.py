@@ -147,9 +147,9 @@ class Learner:
         self._kind, self._model_config = kind, model_config
         self._vocab_size = target.head.shape[0]
         self._model = self._copy(state)
-        self._served_model = self.prepare_served(state)
         self._teachers = Teachers(config.policy_version, target)
         self._objectives: dict[tuple[int, int], Objective] = {}
+        self._served_model = self.prepare_served(state)
         self._optimizer = self._new_optimizer()
         self._fresh_at = 0
         self.gate = Gate(min_gain=config.publish_min_gain)
@@ -253,7 +253,10 @@ class Learner:
 
     def prepare_served(self, state: Mapping[str, torch.Tensor]) -> nn.Module:
         """A copy of a draft that is about to be served. Raises `CheckpointError` for one that could not be served."""
-        return self._copy(state)
+        model = self._copy(state)
+        # An objective looks at what shapes alone do not tell: a vocabulary that contradicts itself would end the engine.
+        self._kind.objective(model, self._teachers.newest, passes=self.config.num_speculative_tokens)
+        return model
 
     def served_changed(self, prepared: nn.Module) -> None:
         """The engine serves the `prepared` draft now: measure against it from here on. A pending candidate is dropped."""

@@ -11,7 +11,7 @@ from tests.builders import draft_config, frozen_target
 from tests.unit.test_learner import CYCLE, TARGET, answer, make, run, served_state
 from trainer_bridge.draft import checkpoint
 from trainer_bridge.draft.interface import FrozenTarget
-from trainer_bridge.errors import SampleError
+from trainer_bridge.errors import CheckpointError, SampleError
 from vllm_specdraft.learner import Learner, Teachers
 
 OTHER: FrozenTarget = frozen_target(seed=5, dtype=torch.float32)
@@ -99,3 +99,11 @@ def test_a_sample_from_outside_is_checked_before_it_is_taken() -> None:
         with pytest.raises(SampleError, match=message):
             learner.check_sample(bad)
     assert draft_config()["draft_vocab_size"] > len(CYCLE)
+
+
+def test_a_draft_whose_vocabulary_contradicts_itself_is_never_prepared() -> None:
+    """Case D17: served, it would end the engine."""
+    state = served_state()
+    state["d2t"][3] += 1
+    with pytest.raises(CheckpointError, match="d2t"):
+        make().prepare_served(state)
