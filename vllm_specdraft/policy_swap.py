@@ -226,13 +226,14 @@ def _layers_of(target: nn.Module) -> Iterable[_Layer]:
 def _build(shadow: Shadow, layers: Sequence[_Layer], readers: Mapping[str, Reader], config: Any) -> Generator[int, None, Entries]:
     """Yields after each piece of work how many tensors it finished; returns what is to be put in."""
     built: set[str] = set()
-    shadow.begin()
-    yield 0
     for layer in layers:
         given = {key: _read(key, readers[key], shape) for key, shape in _shapes(layer)}
         _load(shadow, layer, given, config)
         yield 0
-        _check(shadow, layer, given)
+        local = _local(shadow, layer, given)
+        _check_function(shadow, layer, local)
+        yield 0
+        _check_values(shadow, layer, local)
         yield len(given.keys() - built)
         built.update(given)
     shadow.finish(config.model_config)
@@ -260,7 +261,7 @@ def _load(shadow: Shadow, layer: _Layer, given: Mapping[str, torch.Tensor], conf
     parts = [(name, given[key]) for one in layer.parameters for name, key in zip(one.names, one.keys, strict=True)]
     try:
         with set_current_vllm_config(config):
-            loaded = shadow.load(parts)
+            loaded = shadow.load(layer.name, parts)
     except Exception as error:
         raise PolicySwapError(f"{layer.name} could not be loaded: {type(error).__name__}: {error}") from error
     wanted = {f"{layer.name}.{one.leaf}" for one in layer.parameters}
@@ -270,29 +271,42 @@ def _load(shadow: Shadow, layer: _Layer, given: Mapping[str, torch.Tensor], conf
         raise PolicySwapError(f"{layer.name} is still not whole with all of its tensors loaded: {_some(layer.needed())}")
 
 
-def _check(shadow: Shadow, layer: _Layer, given: Mapping[str, torch.Tensor]) -> None:
-    """A linear layer must equal the given weights on fixed inputs, and whatever is held as it came its values, bit by bit.
+def _local(shadow: Shadow, layer: _Layer, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By parameter, what this rank's layer should hold."""
+    module, due = shadow.module(layer.name), {one.leaf: [given[key] for key in one.keys] for one in layer.parameters}
+    return {leaf: local_weight(module, parts) if _is_linear(module) else parts[0] for leaf, parts in due.items()}
 
-    NaN passes where NaN was given: whether the values are fit to serve was asked before they came here.
-    """
+
+def _is_linear(module: Any) -> bool:
+    return getattr(module, "quant_method", None) is not None
+
+
+def _check_function(shadow: Shadow, layer: _Layer, local: Mapping[str, torch.Tensor]) -> None:
+    """A linear layer must equal the given weights, and its bias, on fixed inputs. NaN passes where NaN was given."""
     module = shadow.module(layer.name)
-    linear = getattr(module, "quant_method", None) is not None
-    due = {one.leaf: [given[key] for key in one.keys] for one in layer.parameters}
-    local = {leaf: local_weight(module, parts) if linear else parts[0] for leaf, parts in due.items()}
-    if linear and (weight := local["weight"]).numel():
-        x = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(module.params_dtype)
-        bias = (module.bias, local["bias"]) if "bias" in local else None
-        if not (error := off_by(module, x, weight, bias, nan=True)) <= tolerance_of(x.dtype):
-            raise PolicySwapError(f"{layer.name} was built wrong: its outputs are off by {error:.3g}")
+    # A rank may hold nothing but padding of a vocabulary.
+    if not _is_linear(module) or not (weight := local["weight"]).numel():
+        return
+    x = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(module.params_dtype)
+    bias = (module.bias, local["bias"]) if "bias" in local else None
+    if not (error := off_by(module, x, weight, bias, nan=True)) <= tolerance_of(x.dtype):
+        raise PolicySwapError(f"{layer.name} was built wrong: its outputs are off by {error:.3g}")
+
+
+def _check_values(shadow: Shadow, layer: _Layer, local: Mapping[str, torch.Tensor]) -> None:
+    """Whatever is held as it came must equal it bit by bit: norms, embeddings, biases."""
+    module = shadow.module(layer.name)
     for leaf, wanted in local.items():
         found = module._parameters[leaf].data
-        # An empty one was packed away; its function was checked above.
+        # An empty one was packed away; its function was checked.
         if found.numel() and not _same_bits(found[: len(wanted)], wanted.to(found.dtype)):
             raise PolicySwapError(f"{layer.name}.{leaf} was built wrong: it does not hold the given values")
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    bits = _INTEGERS[a.element_size()]
+    # The widest integers that fit a row are compared fastest.
+    row_bytes = a.shape[-1] * a.element_size()
+    bits = torch.int64 if row_bytes % 8 == 0 else _INTEGERS[a.element_size()]
     return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
 
 

@@ -106,18 +106,16 @@ class Shadow:
             return value.__func__.__get__(twin)
         return value
 
-    def begin(self) -> None:
-        """Start vLLM's reload on the twin."""
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-        initialize_layerwise_reload(self.root)
-
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load some tensors, by names that the model's own loader takes; a layer that has all of its own is packed.
+    def load(self, name: str, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load all tensors of one module, by names that the model's own loader takes; vLLM packs it when it has the last one.
 
         Returns:
             Names of the served parameters that were loaded into.
         """
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        # One module at a time: for all of them together it takes as long as to pack the largest one.
+        initialize_layerwise_reload(nn.ModuleList([self.module(name)]))
         return self.root.load_weights(iter(weights))
 
     def module(self, name: str) -> Any:

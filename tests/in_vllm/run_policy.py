@@ -1,7 +1,7 @@
 """What the tests of target updates look at: ``python -m tests.in_vllm.run_policy JSON``.
 
-One engine after the other serves a random target, gets the weights of another one, and goes back; then a fresh engine serves
-the other one from the start. `run_policy_faults` has the updates that fail.
+An engine serves a random target, gets the weights of another one, and goes back; then a fresh engine serves the other one from
+the start. `run_policy_faults` has the updates that fail.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm_specdraft import drafts
 OPTIONS = {"max_model_len": 256, "enable_prefix_caching": False}
 """Whoever updates the target clears the prefix cache; here there is none to clear."""
 ANSWER_TOKENS = 32
-PIECES_PER_STEP = 8
+PIECES_PER_STEP = 12
 """Pieces of building between two engine steps: it takes some ten steps, and the answers more."""
 
 
@@ -160,11 +160,10 @@ def built_while_serving(llm: Any, directory: str, prompts: list[list[int]]) -> d
     return seen
 
 
-def exercise(target: dict[str, str], arguments: dict[str, Any], name: str, out: Path, **options: Any) -> None:
-    """Run one target and leave what was seen in `out`."""
-    prompts = tiny.prompts(12, vocab=150, seed=4)
-    first = tiny_engine.config_of(arguments, name, learn=False)
-    with tiny_engine.engine(target["first"], first, **OPTIONS, **options) as llm:
+def exercise(arguments: dict[str, Any]) -> None:
+    """Both engines, one after the other; leaves what was seen."""
+    prompts, target, options = tiny.prompts(12, vocab=150, seed=4), arguments["targets"], {**OPTIONS, **arguments["options"]}
+    with tiny_engine.engine(target["first"], tiny_engine.config_of(arguments, "first", learn=False), **options) as llm:
         # What the taps collect would be counted as well.
         tiny_engine.control(llm, "taps_off")
         seen: dict[str, Any] = {"prompts": prompts, "first": look(llm, prompts)}
@@ -182,17 +181,10 @@ def exercise(target: dict[str, str], arguments: dict[str, Any], name: str, out: 
         llm.collective_rpc(restore)
         llm.collective_rpc(drop)
         seen["alive"].append(llm.collective_rpc(alive))
-    fresh = tiny_engine.config_of({**arguments, "drafts": {"fresh": arguments["drafts"][name]}}, "fresh", learn=False)
-    with tiny_engine.engine(target["second"], fresh, **OPTIONS, **options) as llm:
+    with tiny_engine.engine(target["second"], tiny_engine.config_of(arguments, "fresh", learn=False), **options) as llm:
         seen["fresh"] = look(llm, prompts)
-    torch.save(seen, out / f"{name}.pt")
-
-
-def main(arguments: dict[str, Any]) -> None:
-    """One target after the other."""
-    for name, target in arguments["targets"].items():
-        exercise(target, arguments, name, Path(arguments["out"]), **arguments["options"])
+    torch.save(seen, Path(arguments["out"]) / "seen.pt")
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    exercise(json.loads(sys.argv[1]))

@@ -217,7 +217,7 @@ def odd_but_fine(worker: Any, directory: str) -> dict[str, Any]:
 def dropped(worker: Any, directory: str) -> list[dict[str, int]]:
     """In the worker: what is alive before a build, in the middle of it, and after it was dropped, at several places."""
     found = []
-    for pieces in (1, 2, 30, 31, 32, 500):
+    for pieces in (0, 1, 2, 40, 41, 42, 500):
         before = run_policy.alive(worker)
         build = run_policy.swap_of(worker).build(run_policy.readers_of(directory))
         for _ in range(pieces):

@@ -18,49 +18,29 @@ from tests.in_vllm.run_policy_faults import FAULTS
 from tests.tolerances import GREEDY_TIE, LOGPROBS_VS_PLAIN, assert_close
 from vllm_specdraft import drafts
 
-SINGLE = {tiny.name_of(kind, tied): (kind, tied) for kind, tied in tiny.ALL}
-PARALLEL = {f"{tiny.name_of(kind, tied)} on two ranks": (kind, tied) for kind, tied in (("llama", True), ("qwen2", False))}
-"""The second has more ranks than key heads, and biases."""
+SINGLE = {tiny.name_of(*one): one for one in (("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False))}
+"""Every type, with tied embeddings and without: two engines each, which takes most of a minute."""
+PARALLEL = {"qwen2-untied on two ranks": ("qwen2", False)}
+"""More ranks than key heads, and biases."""
+WHICH = ("first", "second")
 LOOK = ("answers", "drafted_tokens", "accepted_tokens")
 SLACK_BYTES = 20_000
 """Of tensors, between two moments in one engine: half of the smallest of these targets' embeddings."""
 
 
-def _made(root: Path, kinds: dict[str, tuple[str, bool]]) -> dict[str, Any]:
-    targets, first_drafts = {}, {}
-    for seed, (name, (kind, tied)) in enumerate(kinds.items()):
-        # The engine pads this vocabulary, and two ranks share it unevenly.
-        made = {
-            which: tiny.save_target(root / f"{name}-{which}", kind, tied=tied, vocab=150, seed=20 * seed + offset)
-            for offset, which in enumerate(("first", "second"))
-        }
-        targets[name] = {which: str(path) for which, path in made.items()}
-        first_drafts[name] = str(drafts.init(made["first"], root / f"{name}-draft", draft_vocab_size=100))
-    return {"targets": targets, "drafts": first_drafts, "out": str(root)}
-
-
-@pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `run_policy` was told, and did, with one rank."""
-    arguments = _made(tmp_path_factory.mktemp("policy"), SINGLE) | {"options": {}}
-    tiny_engine.run_script("tests.in_vllm.run_policy", arguments, timeout_s=1200)
-    return arguments
-
-
-@pytest.fixture(scope="module")
-def parallel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `run_policy` was told, and did, with two ranks."""
-    arguments = _made(tmp_path_factory.mktemp("policy"), PARALLEL) | {"options": {"tensor_parallel_size": 2}}
-    tiny_engine.run_script("tests.in_vllm.run_policy", arguments, timeout_s=900, ranks=2)
-    return arguments
-
-
 @pytest.fixture(scope="module", params=[*SINGLE, *PARALLEL])
-def case(request: pytest.FixtureRequest) -> tuple[dict[str, str], dict[str, Any]]:
-    """A target's two directories, and what was seen of it."""
-    arguments = request.getfixturevalue("single" if request.param in SINGLE else "parallel")
-    seen = torch.load(Path(arguments["out"]) / f"{request.param}.pt", weights_only=False)
-    return arguments["targets"][request.param], seen
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], dict[str, Any]]:
+    """Directories of two targets of one kind, and what `run_policy` saw of them."""
+    name, ranks = request.param, 1 if request.param in SINGLE else 2
+    (kind, tied), root = {**SINGLE, **PARALLEL}[name], tmp_path_factory.mktemp("policy")
+    # The engine pads this vocabulary, and two ranks share it unevenly.
+    made = {which: tiny.save_target(root / which, kind, tied=tied, vocab=150, seed=seed) for seed, which in enumerate(WHICH)}
+    draft = drafts.init(made["first"], root / "draft", draft_vocab_size=100)
+    targets = {which: str(path) for which, path in made.items()}
+    options = {"tensor_parallel_size": ranks}
+    arguments = {"targets": targets, "drafts": {"first": str(draft), "fresh": str(draft)}, "options": options, "out": str(root)}
+    tiny_engine.run_script("tests.in_vllm.run_policy", arguments, timeout_s=500, ranks=ranks)
+    return targets, torch.load(root / "seen.pt", weights_only=False)
 
 
 def _assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -138,7 +118,7 @@ def test_after_an_update_there_is_one_model_in_memory(case: Any) -> None:
 def failing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `run_policy_faults` was told and left: a tied target with biases."""
     root = tmp_path_factory.mktemp("policy-faults")
-    made = {which: tiny.save_target(root / which, "qwen2", tied=True, seed=seed) for seed, which in enumerate(("first", "second"))}
+    made = {which: tiny.save_target(root / which, "qwen2", tied=True, seed=seed) for seed, which in enumerate(WHICH)}
     draft = drafts.init(made["first"], root / "draft", draft_vocab_size=100)
     arguments = {"targets": {k: str(v) for k, v in made.items()}, "drafts": {"faults": str(draft)}, "out": str(root)}
     tiny_engine.run_script("tests.in_vllm.run_policy_faults", arguments, timeout_s=600)
