@@ -56,7 +56,6 @@ class _Active:
     session: UpdateSession
     offer: wire.Offer
     job: str
-    token: bytes
     accepted: wire.Accepted
     began: float
     manifest: Answer = field(default_factory=dict)
@@ -117,8 +116,15 @@ class Exchange:
     # -- opening an update -----------------------------------------------------------------------------------------------
 
     def offer(self, identity: bytes, client: Client, offer: wire.Offer) -> None:
+        """Open an update, or say why not. One of the same job that is still open is given up: its trainer began anew."""
         if offer.update in self._outcomes:
             return self._send(identity, self._outcomes[offer.update])
+        if client.rank != 0:
+            return self._refuse(identity, offer, "plan", f"rank {client.rank} offers an update: rank 0 leads, the others attach")
+        if offer.carrier not in self.carriers:
+            keys = " (its bytes would travel unencrypted: --insecure allows it)" if offer.carrier in UNENCRYPTED else ""
+            reason = f"carrier {offer.carrier!r} is not open here{keys}; open: {', '.join(self.carriers)}"
+            return self._refuse(identity, offer, "carrier", reason)
         active = self._active
         if active is not None:
             if active.session.update == offer.update and active.session.ranks.get(client.rank) == client.client:
@@ -128,12 +134,6 @@ class Exchange:
                 reason = f"job {active.job!r} is updating to version {active.session.version}: try again when it is done"
                 return self._refuse(identity, offer, "busy", reason)
             self._end(f"superseded by update {offer.update} of the same job")
-        if client.rank != 0:
-            return self._refuse(identity, offer, "plan", f"rank {client.rank} offers an update: rank 0 leads, the others attach")
-        if offer.carrier not in self.carriers:
-            keys = " (its bytes would travel unencrypted: --insecure allows it)" if offer.carrier in UNENCRYPTED else ""
-            reason = f"carrier {offer.carrier!r} is not open here{keys}; open: {', '.join(self.carriers)}"
-            return self._refuse(identity, offer, "carrier", reason)
         if offer.partial and self._inbox.base_version != self._engine.policy_version:
             reason = (
                 f"a partial update, and the engine holds no copy of the version it serves ({self._engine.policy_version}): send all"
@@ -171,7 +171,7 @@ class Exchange:
             token=token,
         )
         self._active = _Active(
-            session=session, offer=offer, job=client.job, token=token, accepted=accepted, began=now, data=data, peers={identity}
+            session=session, offer=offer, job=client.job, accepted=accepted, began=now, data=data, peers={identity}
         )
         self.counters["offered"] += 1
         logger.info("update %s to version %d opened by job %r over %s", offer.update, offer.version, client.job, offer.carrier)
@@ -180,6 +180,7 @@ class Exchange:
             self._try_attach(*waiting)
 
     def attach(self, identity: bytes, client: Client, attach: wire.Attach) -> None:
+        """Let a rank join, now or once rank 0 has offered."""
         waiting = (identity, attach, self._clock() + attach.deadline_s)
         self._waiting.append(waiting)
         self._try_attach(*waiting)
@@ -209,6 +210,7 @@ class Exchange:
     # -- inside an update ------------------------------------------------------------------------------------------------
 
     def of_update(self, identity: bytes, client: Client, message: Any, payload: memoryview | None) -> None:
+        """A message inside an update. What does not fit ends the update, unless its sender takes no part in it."""
         active = self._active
         if active is None or active.session.update != message.update:
             # Late, duplicated, or of an update that was given up meanwhile: its sender is told so.
@@ -335,8 +337,8 @@ class Exchange:
         if active is None or active.session.update != update:
             return
         if (error := answer.get("error")) is not None:
-            active.session.committing = False
-            return self._end(f"the engine refused it: {error}")
+            active.session.commit_failed(f"the engine refused it: {error}")
+            return self._aborted(active)
         active.session.committed()
         self._inbox.committed()
         active.manifest["report"].update(answer.get("report", {}))
@@ -351,9 +353,13 @@ class Exchange:
         if active.data is not None:
             active.data.close()
         active.session.abort(reason)
+        self._aborted(active)
+
+    def _aborted(self, active: _Active) -> None:
         self._inbox.aborted()
         self.counters["aborted"] += 1
-        logger.warning("update %s to version %d aborted: %s", active.session.update, active.session.version, reason)
+        session = active.session
+        logger.warning("update %s to version %d aborted: %s", session.update, session.version, session.reason)
         self._tell(active)
         self._active = None
 
@@ -376,6 +382,7 @@ class Exchange:
             self._send(identity, outcome)
 
     def outcome_of(self, update: str) -> wire.Outcome:
+        """What became of an update, or where it is."""
         if update in self._outcomes:
             return self._outcomes[update]
         active, engine = self._active, self._engine
@@ -392,6 +399,7 @@ class Exchange:
         )
 
     def tick(self) -> None:
+        """Give up what is overdue."""
         now, active = self._clock(), self._active
         if active is not None and (reason := active.session.overdue(now)) is not None:
             self._end(reason)

@@ -54,7 +54,7 @@ class Inbox:
         self._open: _Open | None = None
 
     def open(self, offer: Offer) -> Layout:
-        """Make room for an update. Raises `PlanError`, `BaseVersionError` or `ConfigError`, and then nothing has changed."""
+        """Make room for an update. Raises `PlanError`, `BaseVersionError` or `ConfigError`; then none is open."""
         layout = Layout.of(self.plan, offer.dtypes)
         if offer.base_version is not None and (offer.base_version, offer.dtypes) != (self.base_version, self.base_dtypes):
             held = "none" if self.base_version is None else f"version {self.base_version} as {', '.join(self.base_dtypes)}"
@@ -188,12 +188,12 @@ class Inbox:
                 f"{expected - len(missing)} of {expected} tensors of the {which} came; missing: {_some(missing)}"
                 + ("" if model == DRAFT else " (partial=True leaves those as they are)")
             )
-        unknown = [name for t, name in self._indexed(model) if name in set(missing) and (model, t) not in self._digests]
+        left = set(missing)
+        unknown = [
+            spec.name for t, spec in enumerate(self.plan.specs(model)) if spec.name in left and (model, t) not in self._digests
+        ]
         if unknown:
             raise PlanError(f"a partial update without {_some(unknown)}: the engine holds no copy of them; send all tensors once")
-
-    def _indexed(self, model: int) -> list[tuple[int, str]]:
-        return [(t, spec.name) for t, spec in enumerate(self.plan.specs(model))]
 
     def _entries(self, model: int, opened: _Open) -> list[dict[str, Any]]:
         entries = []

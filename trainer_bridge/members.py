@@ -145,7 +145,6 @@ class Heartbeat:
     def __init__(self, context: zmq.Context, config: BridgeConfig, client: str) -> None:
         self._context, self._config, self._client = context, config, client
         self._heard: dict[str, float] = {}
-        self._versions: dict[str, tuple[str, int, int]] = {}
         self._endpoints: list[str] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="specdraft-heartbeat", daemon=True)
@@ -160,10 +159,6 @@ class Heartbeat:
     def silent_s(self, endpoint: str) -> float:
         """How long an engine has not answered, in seconds."""
         return time.monotonic() - self._heard[endpoint]
-
-    def seen(self, endpoint: str) -> tuple[str, int, int] | None:
-        """Server, policy version and draft version of an engine's last answer."""
-        return self._versions.get(endpoint)
 
     def stop(self) -> None:
         """End."""
@@ -202,4 +197,3 @@ class Heartbeat:
             return
         if isinstance(message, wire.Pong):
             self._heard[endpoint] = time.monotonic()
-            self._versions[endpoint] = (message.server, message.policy_version, message.draft_version)

@@ -33,11 +33,17 @@ def make_keys(directory: Path) -> list[Path]:
     return [directory / "server.key", directory / "server.key_secret", directory / "trainer.key_secret", allowed]
 
 
-def guard_server(context: zmq.Context, socket: zmq.Socket, keys: Path) -> ThreadAuthenticator:
-    """Have a bound-to-be socket take only clients whose key is in ``clients/``; stop what is returned at the end."""
-    public, secret = _load(keys / f"{SERVER}.key_secret")
+def check_server_keys(keys: Path) -> tuple[bytes, bytes]:
+    """Public and secret key of a server. Raises `SecurityError` when a file is missing or nobody could connect."""
+    found = _load(keys / f"{SERVER}.key_secret")
     if not any((keys / CLIENTS).glob("*.key")):
         raise SecurityError(f"{keys / CLIENTS} holds no public key: nobody could connect; make keys with `specdraft keys DIR`")
+    return found
+
+
+def guard_server(context: zmq.Context, socket: zmq.Socket, keys: Path) -> ThreadAuthenticator:
+    """Have a bound-to-be socket take only clients whose key is in ``clients/``; stop what is returned at the end."""
+    public, secret = check_server_keys(keys)
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve(domain="*", location=str(keys / CLIENTS))

@@ -58,10 +58,8 @@ class _Way:
     """One engine's part in an update."""
 
     member: Member
-    carrier: str
     delta: bool
     sender: Sender
-    layout: Layout
     outcome: wire.Outcome | None = None
 
 
@@ -94,6 +92,7 @@ class Update:
         self._maker = Pieces(self._plan, config)
         self.update = f"{config.job}-{self._version}-{secrets.token_hex(6)}"
         self.result = UpdateResult(update=self.update, version=self._version, casts=self._maker.casts, ignored=self._maker.ignored)
+        self.result.failed.update({m.endpoint: m.dead for m in self._engines.members if m.dead is not None})
         try:
             # A rank that attaches hears from the engine when rank 0 does not come.
             deadline = self._began + config.offer_timeout_s + (_ABORT_S if config.rank else 0.0)
@@ -160,7 +159,7 @@ class Update:
             self.update = message.update
         layout = Layout.of(self._plan, message.dtypes)
         sender = self._sender(member, carrier, with_delta, message, layout)
-        self._ways.append(_Way(member=member, carrier=carrier, delta=with_delta, sender=sender, layout=layout))
+        self._ways.append(_Way(member=member, delta=with_delta, sender=sender))
 
     def _sender(self, member: Member, carrier: str, with_delta: bool, accepted: wire.Accepted, layout: Layout) -> Sender:
         config = self._config
@@ -213,8 +212,14 @@ class Update:
                     self._send_bucket()
                 self._bucket.append(item)
                 self._bucket_bytes += item.nbytes
-            # A generator may reuse its tensor for the next one.
-            self._send_bucket(flush=True) if self._bucket_bytes > self._config.bucket_bytes // 2 else None
+            # An iterable may use its tensor again for the next entry: nothing of it is read after this.
+            if all(way.sender.writes_at_once for way in self._ways):
+                self._send_bucket()
+            elif self._bucket_bytes > self._config.bucket_bytes // 2:
+                self._send_bucket(flush=True)
+            else:
+                for item in self._bucket:
+                    item.own()
         self._send_bucket(flush=True)
 
     def _send_bucket(self, *, flush: bool = False) -> None:
@@ -268,14 +273,13 @@ class Update:
         self._send_bucket(flush=True)
         for way in self._ways:
             way.sender.close()
-            way.member.send(wire.Finish(update=self.update, rank=config.rank, pieces=self._pieces))
+        self._tell_all(wire.Finish(update=self.update, rank=config.rank, pieces=self._pieces))
         deadline = self._began + config.transfer_timeout_s
         if config.rank == 0:
             self._await_all({"VERIFIED"}, deadline, "check what was sent")
             result.verified_s = time.monotonic() - self._began
             self._become(UpdateState.VERIFIED)
-            for way in self._ways:
-                way.member.send(wire.Commit(update=self.update))
+            self._tell_all(wire.Commit(update=self.update))
             deadline = time.monotonic() + config.commit_timeout_s
         else:
             deadline += config.commit_timeout_s
@@ -294,6 +298,14 @@ class Update:
             "version %d committed on %d of %d engines: %.1f MB in %.2f s",
             self._version, len(result.reports), len(self._engines.members), result.sent_bytes / 1e6, result.seconds,
         )  # fmt: skip
+
+    def _tell_all(self, message: wire.FromTrainer) -> None:
+        """One engine that is gone must not keep the others from hearing."""
+        for way in list(self._ways):
+            try:
+                way.member.send(message)
+            except DeadlineError as error:
+                self._lost(way.member, str(error))
 
     def _await_all(self, states: set[str], deadline: float, what: str) -> None:
         """Wait until every engine is in one of `states`. One that aborted before the commit aborts all; one that died is left."""
@@ -328,7 +340,10 @@ class Update:
             if message is None and (time.monotonic() >= deadline or self._engines.is_silent(way.member)):
                 return None
             if message is None:
-                way.member.send(wire.Query(update=self.update))
+                try:
+                    way.member.send(wire.Query(update=self.update))
+                except DeadlineError:
+                    return None
 
     def _next(self, member: Member, deadline: float) -> wire.FromEngine | None:
         """The next message of this update from an engine; None at the deadline, or when the engine is gone."""

@@ -101,23 +101,23 @@ def check_writable(option: str, directory: Path) -> None:
         raise SettingsError(f"{option} {directory} cannot be written ({error.strerror}): name another directory") from None
 
 
-def check_port(host: str, port: int) -> None:
-    """Bind the address as vLLM will, and let it go again. Raises `SettingsError` when it is taken or not ours."""
+def check_port(host: str, port: int, *, option: str = "--port") -> None:
+    """Bind the address as the server will, and let it go again. Raises `SettingsError` when it is taken or not ours."""
     family = socket.AF_INET6 if _is_ipv6(host) else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise SettingsError(_bind_problem(host, port, error)) from None
+            raise SettingsError(_bind_problem(host, port, error, option)) from None
 
 
-def _bind_problem(host: str, port: int, error: OSError) -> str:
+def _bind_problem(host: str, port: int, error: OSError, option: str) -> str:
     where = f"port {port} of {host or 'this machine'}"
     if error.errno == errno.EADDRINUSE:
-        return f"{where} is taken by another server: stop it, or choose another one with --port"
+        return f"{where} is taken by another server: stop it, or choose another one with {option}"
     if error.errno == errno.EACCES:
-        return f"{where} is reserved for the system: choose one above 1023 with --port"
+        return f"{where} is reserved for the system: choose one above 1023 with {option}"
     return f"{where} cannot be bound ({error.strerror}): needs an address of this machine, e.g. --host 127.0.0.1"
 
 

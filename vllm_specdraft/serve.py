@@ -128,8 +128,7 @@ def prepare(args: argparse.Namespace, extra: Sequence[str], *, own: Sequence[str
         host=options.host, uds=options.uds, keys=security.keys_of(options.api_keys, os.environ), insecure=args.insecure
     )
     if not args.no_sync and not args.plain:
-        # The receiver would say the same, when the engine is up.
-        check_address(args.sync_bind, keys=args.sync_keys, insecure=args.insecure, option="--sync-bind")
+        _check_sync(args)
     if options.uds:
         preflight.check_unix_socket(options.uds)
     else:
@@ -159,6 +158,17 @@ def prepare(args: argparse.Namespace, extra: Sequence[str], *, own: Sequence[str
     if warning is not None:
         command.warnings.append(warning)
     return command
+
+
+def _check_sync(args: argparse.Namespace) -> None:
+    """Say now what the receiver of weights would say when the engine is up."""
+    host, port = check_address(args.sync_bind, keys=args.sync_keys, insecure=args.insecure, option="--sync-bind")
+    if port:
+        preflight.check_port("" if host == "*" else host, port, option="--sync-bind")
+    if args.sync_keys is not None:
+        from trainer_bridge.security import check_server_keys
+
+        check_server_keys(args.sync_keys)
 
 
 def check_ranges(args: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ from vllm_specdraft.sync_process import LENGTH
 
 logger = logging.getLogger(__name__)
 
-_RESTART_S = 1.0
+_RESTART_S, _LONGEST_RESTART_S = 1.0, 60.0
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
@@ -37,10 +37,13 @@ class SyncLink:
 
     async def run(self) -> None:
         """Keep a receiver running. Ends with the server."""
+        wait_s = _RESTART_S
         try:
             while True:
                 await self._serve()
-                await asyncio.sleep(_RESTART_S)
+                # One that did not even start will hardly do so a second later.
+                wait_s = _RESTART_S if self.error is None else min(2 * wait_s, _LONGEST_RESTART_S)
+                await asyncio.sleep(wait_s)
         finally:
             self._kill()
 
@@ -74,9 +77,12 @@ class SyncLink:
         except asyncio.IncompleteReadError:
             self.endpoint = None
             code = await process.wait()
-            logger.error(
-                "the receiver of weights ended with code %s%s; it is started again", code, f": {self.error}" if self.error else ""
-            )
+            # With 0 it was told to end, as a rule together with all of the server.
+            logger.log(
+                logging.ERROR if code else logging.INFO,
+                "the receiver of weights ended with code %s%s; it is started again",
+                code, f": {self.error}" if self.error else "",
+            )  # fmt: skip
 
     def _heard(self, message: dict[str, Any]) -> None:
         if "ready" in message:

@@ -78,14 +78,16 @@ class PolicyUpdates:
     def manifest(self) -> dict[str, Any]:
         """Of the open update. Raises `BridgeError` when none is open."""
         if self._manifest is None:
-            raise BridgeError("no update was opened: stage it first")
+            raise BridgeError("no update is open: it was dropped, or never staged")
         return self._manifest
 
     def build(self, budget_s: float) -> tuple[int, int, bool]:
         """Build for about `budget_s` seconds: tensors built, all tensors, whether every rank has all. Raises as `open` does."""
+        # Somebody else may have dropped it meanwhile.
+        self.manifest()
         build = self._build
         if build is None:
-            return 0, 0, self._manifest is not None
+            return 0, 0, True
         finished = self._together(lambda: build.step(budget_s))
         return build.done, build.total, self._ranks.all_agree(finished)
 
@@ -159,9 +161,7 @@ def _reader(memory: Any, entry: dict[str, Any]) -> Callable[[], torch.Tensor]:
 
     def read() -> torch.Tensor:
         dtype = TORCH_DTYPES[entry["dtype"]]
-        count = dtype.itemsize
-        for n in entry["shape"]:
-            count *= n
+        count = dtype.itemsize * prod(entry["shape"])
         part = torch.from_numpy(memory[entry["offset"] : entry["offset"] + count])
         tensor = part.view(dtype).reshape(entry["shape"])
         if digest(bytes_of(tensor)).hex() != entry["digest"]:

@@ -178,6 +178,26 @@ def test_strided_and_transposed_tensors_arrive_in_order(stand: Stand, carrier: s
     assert stand.state()["tensors"] == raw(target)
 
 
+@pytest.mark.parametrize("carrier", ["shm", "tcp", "zmq"])
+def test_an_iterable_may_use_one_tensor_for_every_entry(stand: Stand, carrier: str) -> None:
+    """What is packed for later must not change with the caller's memory: its digest would change with it, and nobody notice."""
+    wanted = weights(1)
+    scratch = torch.empty(50 * 8)
+
+    def reusing() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in wanted.items():
+            if tensor.dtype == torch.float32:
+                part = scratch[: tensor.numel()].view(tensor.shape) if tensor.numel() <= scratch.numel() else tensor.clone()
+                yield name, part.copy_(tensor)
+            else:
+                yield name, tensor
+            scratch.fill_(-1.0)
+
+    with bridge(stand, carrier=carrier) as b, b.update(version=1) as update:
+        update.target(reusing())
+    assert stand.state()["tensors"] == raw(wanted)
+
+
 # -- several ranks -------------------------------------------------------------------------------------------------------
 
 
@@ -310,6 +330,7 @@ def test_one_dead_engine_does_not_block_the_others() -> None:
             update.target(weights(1).items())
         assert first.state()["policy_version"] == 1
         assert update.result is not None
+        assert (list(update.result.reports), list(update.result.failed)) == ([first.endpoint], [second.endpoint])
 
 
 def test_an_engine_that_dies_in_the_middle_is_left_behind() -> None:
@@ -547,6 +568,20 @@ def test_another_job_waits_for_its_turn_and_may_not_touch_an_update(stand: Stand
         client.say(wire.Query(update="u1"))
         assert client.hear().state == "OFFERED"
     assert stand.state()["counters"]["hostile"] == 1
+
+
+def test_an_offer_that_cannot_be_taken_supersedes_nothing(stand: Stand) -> None:
+    with raw_client(stand) as client:
+        client.say(offer("u1"))
+        client.hear()
+        client.say(offer("u2", carrier="pigeons"))
+        assert (refused := client.hear()).code == "carrier" and "open: shm, tcp, zmq" in refused.reason
+        with bridge(stand, job="raw", rank=1, world=2) as b:
+            member = b.members[0]
+            member.send(offer("u3"))
+            assert "rank 0 leads" in member.receive(time.monotonic() + 5).reason
+        client.say(wire.Query(update="u1"))
+        assert client.hear().state == "OFFERED"
 
 
 def test_a_connection_without_the_token_is_closed(stand: Stand) -> None:

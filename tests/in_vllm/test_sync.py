@@ -237,7 +237,7 @@ def test_bytes_written_after_verification_are_noticed(
         wait(self, states, *arguments)
         if states == {"VERIFIED"}:
             way = self._ways[0]
-            way.sender._memory[way.layout.offsets[0][0] + 5] ^= 1
+            way.sender._memory[way.sender._layout.offsets[0][0] + 5] ^= 1
 
     monkeypatch.setattr(Update, "_await_all", scribble)
     bridge, message = connect(server.url, carrier="shm"), "written again after it was verified"

@@ -4,6 +4,7 @@ did not start."""
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -92,3 +93,28 @@ def test_the_command_makes_keys_once(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_rollback_without_a_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rollback", "http://127.0.0.1:9"]) == 1
     assert capsys.readouterr().err.startswith("specdraft: no answer from http://127.0.0.1:9/specdraft/rollback")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sync-bind", "tcp://0.0.0.0:5577"], "--sync-bind tcp://0.0.0.0:5577 is open to other machines: give keys"),
+        (["--sync-bind", "localhost"], "--sync-bind 'localhost' is no address"),
+        (["--sync-keys", "/nowhere"], "/nowhere/server.key_secret is no key file"),
+    ],
+)
+def test_a_server_that_could_take_no_weights_says_so_before_it_starts(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "/nowhere", *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_taken_address_is_named_with_its_knob(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "/nowhere", "--sync-bind", f"tcp://127.0.0.1:{port}"]) == 1
+    assert (
+        f"port {port} of 127.0.0.1 is taken by another server: stop it, or choose another one with --sync-bind"
+        in capsys.readouterr().err
+    )

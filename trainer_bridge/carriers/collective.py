@@ -29,13 +29,33 @@ if TYPE_CHECKING:
 _JOIN_S = 5.0
 
 
-def _group(backend: str, store: Any, rank: int, world: int, timeout_s: float) -> Any:
-    """A process group of its own: the trainer's default group is not touched, and need not exist."""
+LOOPBACK = "127.0.0.1"
+
+
+def _group(backend: str, store: Any, rank: int, world: int, timeout_s: float, *, local: bool) -> Any:
+    """A process group of its own: the trainer's default group is not touched, and need not exist.
+
+    `local`: whether all of it is on this machine, and must not listen beyond it.
+    """
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
         return dist.ProcessGroupNCCL(store, rank, world, options)
-    return dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=timeout_s))
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=timeout_s)
+    make = dist.ProcessGroupGloo.create_device
+    options._devices = [make(hostname=LOOPBACK) if local else dist.ProcessGroupGloo.create_default_device()]
+    return dist.ProcessGroupGloo(store, rank, world, options)
+
+
+def _store(host: str, timeout_s: float) -> Any:
+    """Where the members of a group find each other, on a free port of `host`: torch's own would listen on every address."""
+    with socket.create_server((host, 0)) as listener:
+        port = listener.getsockname()[1]
+        return dist.TCPStore(
+            host, port, None, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
 
 
 def _device(backend: str) -> torch.device:
@@ -45,17 +65,19 @@ def _device(backend: str) -> torch.device:
 class Broadcast:
     """The trainer's side, for all engines at once."""
 
+    writes_at_once = False
+
     def __init__(
         self, backend: str, controls: Sequence[Callable[[wire.FromTrainer], None]], update: str, config: BridgeConfig
     ) -> None:
         self._update, self._device = update, _device(backend)
         world, timeout_s = len(controls) + 1, config.offer_timeout_s
-        store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-        host = "127.0.0.1" if not config.insecure else socket.gethostname()
+        host = LOOPBACK if not config.insecure else socket.gethostname()
+        store = _store(host, timeout_s)
         for rank, control in enumerate(controls, start=1):
             control(wire.Join(update=update, address=f"{host}:{store.port}", rank=rank, world=world, timeout_s=timeout_s))
         try:
-            self._group = _group(backend, store, 0, world, timeout_s)
+            self._group = _group(backend, store, 0, world, timeout_s, local=host == LOOPBACK)
         except RuntimeError as error:
             raise UpdateError(f"the {backend} group of {world} did not come together: {error}") from None
         self._store = store
@@ -115,7 +137,7 @@ class CollectiveReceiver:
             host, _, port = join.address.rpartition(":")
             timeout = timedelta(seconds=join.timeout_s)
             store = dist.TCPStore(host, int(port), None, is_master=False, timeout=timeout, wait_for_workers=False)
-            group = _group(self._backend, store, join.rank, join.world, join.timeout_s)
+            group = _group(self._backend, store, join.rank, join.world, join.timeout_s, local=host == LOOPBACK)
             device = _device(self._backend)
             limit = self._receiver.config.max_data_bytes
             while not self._closed.is_set():

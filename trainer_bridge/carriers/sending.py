@@ -28,6 +28,10 @@ TORCH_DTYPES = {
 """Dtypes of the wire by name."""
 
 
+SAID_BYTES = 8 << 20
+"""Bytes in shared memory after which the engine hears of them: it checks while more is written."""
+
+
 def bytes_of(tensor: torch.Tensor) -> np.ndarray:
     """``[bytes]`` uint8 over a contiguous CPU tensor, without a copy."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
@@ -49,6 +53,13 @@ class Item:
     digest: bytes | None = None
     """Of the elements in the wire dtype; filled in by whoever reads them first."""
     _wired: np.ndarray | None = field(default=None, repr=False)
+    _owned: bool = field(default=False, repr=False)
+
+    def own(self) -> None:
+        """Read the source now, so that it may change; harmless when repeated."""
+        if not self._owned:
+            self.source = self.source.detach().to("cpu", self.dtype, copy=True).contiguous()
+            self._wired, self._owned = None, True
 
     @property
     def nbytes(self) -> int:
@@ -86,6 +97,9 @@ class Item:
 class Sender(Protocol):
     """Brings buckets to one engine."""
 
+    writes_at_once: bool
+    """Whether what `send` was given is no longer read when it returns, and small buckets cost no more than large ones."""
+
     def send(self, items: Sequence[Item]) -> None:
         """Send a bucket; its memory may be read until the next `flush`. Raises `UpdateError` or `OSError`."""
 
@@ -98,6 +112,8 @@ class Sender(Protocol):
 
 class NoSender:
     """For an engine that hears what is sent for all."""
+
+    writes_at_once = False
 
     def send(self, items: Sequence[Item]) -> None:
         """Nothing."""
@@ -112,12 +128,20 @@ class NoSender:
 class ShmSender:
     """Writes straight into the engine's staging memory: one copy, which also casts and fetches from a device."""
 
+    writes_at_once = True
+
     def __init__(self, memory: np.ndarray, layout: Layout, update: str, control: Callable[[wire.FromTrainer], None]) -> None:
         self._memory, self._layout, self._update, self._control = memory, layout, update, control
+        self._written: list[wire.Piece] = []
+        self._unsaid_bytes = 0
 
     def send(self, items: Sequence[Item]) -> None:
-        """Write a bucket and say so."""
-        self._control(wire.Staged(update=self._update, pieces=tuple(self._write(item) for item in items)))
+        """Write a bucket, and say so when there is enough to check."""
+        for item in items:
+            self._written.append(self._write(item))
+            self._unsaid_bytes += item.nbytes
+        if self._unsaid_bytes >= SAID_BYTES:
+            self.flush()
 
     def _write(self, item: Item) -> wire.Piece:
         header = wire.Piece(
@@ -155,7 +179,10 @@ class ShmSender:
             item.digest = digest(np.ascontiguousarray(box).reshape(-1).view(np.uint8))
 
     def flush(self) -> None:
-        """Nothing is read later."""
+        """Say what was written."""
+        if self._written:
+            self._control(wire.Staged(update=self._update, pieces=tuple(self._written)))
+        self._written, self._unsaid_bytes = [], 0
 
     def close(self) -> None:
         """Nothing is held here; the mapping is kept for the next update."""
@@ -163,6 +190,8 @@ class ShmSender:
 
 class ZmqSender:
     """Sends buckets over the control socket: encrypted when that is."""
+
+    writes_at_once = False
 
     def __init__(self, update: str, control: Callable[[wire.FromTrainer, np.ndarray | bytes], None], *, delta: bool) -> None:
         self._update, self._control, self._delta = update, control, delta
@@ -187,6 +216,8 @@ def _payload(item: Item, delta: bool) -> np.ndarray | bytes:
 
 class TcpSender:
     """Sends buckets over several connections in turn, each with a thread that writes while the next bucket is hashed."""
+
+    writes_at_once = False
 
     def __init__(self, address: str, token: bytes, update: str, *, streams: int, delta: bool, timeout_s: float) -> None:
         host, _, port = address.rpartition(":")
