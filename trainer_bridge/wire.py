@@ -31,7 +31,7 @@ Running: TypeAlias = Literal["recompute", "keep", "drain", "abort"]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
-    """Base of all messages; the tag is the class's name."""
+    """Base of all messages. Each names its tag; the order of fields does not matter on the wire."""
 
 
 class Spec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

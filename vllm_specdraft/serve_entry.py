@@ -22,6 +22,7 @@ from vllm_specdraft import failures
 from vllm_specdraft.config import EngineConfig
 
 _TRACKER_S = 5.0
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class StoppedError(SystemExit):
@@ -30,6 +31,9 @@ class StoppedError(SystemExit):
 
 def main() -> int:
     """Run the server; the exit code."""
+    for number in _STOPPING:
+        # An exception would not do while modules are imported: what raises it may be wrapped (by ``__set_name__``) or dropped.
+        signal.signal(number, _stop_at_once)
     try:
         _check_options(sys.argv[1:])
         from vllm.entrypoints.launchers.api_server import entry
@@ -61,12 +65,17 @@ def _signals_end_the_start(entry: Any) -> None:
 
     @functools.wraps(original)
     async def run_server_worker(*args: Any, **kwargs: Any) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _STOPPING:
             # Once the server listens, vLLM puts its own graceful handlers in place of these.
             signal.signal(number, _stop)
         await original(*args, **kwargs)
 
     entry.run_server_worker = run_server_worker
+
+
+def _stop_at_once(number: int, _: object) -> NoReturn:
+    """End where nothing has been started yet that would have to be ended first."""
+    _end("stopped", 128 + number)
 
 
 def _stop(number: int, _: object) -> NoReturn:

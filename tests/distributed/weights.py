@@ -26,3 +26,13 @@ def raw(tensors: dict[str, torch.Tensor], model: str = "target") -> dict[str, by
     return {
         f"{model}.{name}": tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()
     }
+
+
+def nudged(base: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """A few elements of each large tensor changed."""
+    changed = {name: tensor.clone() for name, tensor in base.items()}
+    random = torch.Generator().manual_seed(seed)
+    for name in ("embed", "layer.weight"):
+        flat = changed[name].view(-1)
+        flat[torch.randperm(flat.numel(), generator=random)[:5]] += 1.0
+    return changed

@@ -12,7 +12,8 @@ from tests.unit.test_learner import CYCLE, TARGET, answer, make, run, served_sta
 from trainer_bridge.draft import checkpoint
 from trainer_bridge.draft.interface import FrozenTarget
 from trainer_bridge.errors import CheckpointError, SampleError
-from vllm_specdraft.learner import Learner, Teachers
+from vllm_specdraft.learner import Learner
+from vllm_specdraft.teachers import Teachers
 
 OTHER: FrozenTarget = frozen_target(seed=5, dtype=torch.float32)
 """Another policy: another embedding and head."""
