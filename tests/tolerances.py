@@ -21,6 +21,17 @@ OPERATOR_FP64 = Tolerance(
     relative=1e-10,
     reason="fp64 sums of a few hundred terms in another order differ by about 1e-15; a wrong key or mask by over 1e-3",
 )
+OPERATOR_FP32 = {
+    torch.float32: Tolerance(
+        relative=1e-5,
+        reason="fp32 sums of a few hundred terms round at about 1e-6 of the largest entry; a tile joined wrongly by over 1e-2",
+    ),
+    torch.bfloat16: Tolerance(
+        relative=2e-2,
+        reason="inputs are the same bf16 numbers; weights and results round to 8 bits, 4e-3 each; a wrong key shows above 1e-1",
+    ),
+}
+"""By the dtype of the inputs."""
 OBJECTIVE_FP64 = Tolerance(
     relative=1e-10,
     reason="three chained fp64 passes in another order differ by about 1e-14; a wrong label, position or mask by over 1e-3",
@@ -28,6 +39,23 @@ OBJECTIVE_FP64 = Tolerance(
 REGROUPED_FP64 = Tolerance(
     relative=1e-10,
     reason="packing and splitting only change the order of fp64 sums; a label counted twice or left out is a whole label",
+)
+
+DISTILL_FP64 = Tolerance(
+    relative=1e-10,
+    reason="fp64 softmax sums and products in another order differ by about 1e-15; a row, column or tile left out by over 1e-3",
+)
+DISTILL_FP32 = Tolerance(
+    relative=1e-5,
+    reason="fp32 logits, exponentials and sums over tens of terms against fp64: some 1e-7 each; a wrong row by over 1e-2",
+)
+DISTILL_BF16 = Tolerance(
+    relative=2.0**-8,
+    reason="all sums are fp32, and the result is rounded once to 8 bits of mantissa, 2^-9 of an entry; bf16 sums lose some 1e-2",
+)
+DISTILL_FP16 = Tolerance(
+    relative=2.0**-11,
+    reason="all sums are fp32, and the result is rounded once to 11 bits of mantissa, 2^-12 of an entry",
 )
 
 TAPS_VS_HUGGING_FACE = Tolerance(
@@ -69,6 +97,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: Tolera
     if expected.numel() == 0:
         return
     error = (actual - expected).abs().max().item()
-    bound = tolerance.relative * expected.abs().max().item()
+    # Expected to be nothing at all: rounding has no size to be measured against but that of ordinary numbers.
+    bound = tolerance.relative * (expected.abs().max().item() or 1e-3)
     # Written so that a NaN on either side fails.
     assert error <= bound, f"{name}: off by {error:.3e}, allowed {bound:.3e} ({tolerance.reason})"

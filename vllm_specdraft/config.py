@@ -44,6 +44,8 @@ class EngineConfig:
     """Share of prompts (by group) that is never trained on and decides what is published."""
     min_samples: int = 12
     """Training samples that must be there before learning starts."""
+    deep_anchor_share: float = 1.0
+    """Share of the anchors, drawn anew each time, that is trained beyond the first pass."""
     batch_samples: int = 2
     """Samples per optimizer step."""
     learning_rate: float = 1e-3
@@ -107,6 +109,8 @@ class EngineConfig:
                 raise SettingsError(f"{name} is {getattr(self, name)}, must not be negative")
         if not 0 < self.held_out_share < 1:
             raise SettingsError(f"held_out_share is {self.held_out_share}, must lie between 0 and 1")
+        if not 0 < self.deep_anchor_share <= 1:
+            raise SettingsError(f"deep_anchor_share is {self.deep_anchor_share}, must lie in (0, 1]")
         if not 0 <= self.long_quota < 1:
             raise SettingsError(f"long_quota is {self.long_quota}, must lie in [0, 1)")
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from trainer_bridge.draft.interface import FrozenTarget
+    from trainer_bridge.taps import TapSample
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ def read_target(target: Path) -> tuple[dict[str, Any], TargetWeights]:
     return config, TargetWeights(Path(target))
 
 
-def _frozen(target: Path, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> FrozenTarget:
+def frozen_of(target: Path, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> FrozenTarget:
     """Embedding and head as the engine uses them. Raises `ConfigError` when one is missing."""
     import torch
 
@@ -161,7 +162,7 @@ def init(
     draft_type.set_vocabulary(model, vocab.choose(_count(target, texts, spec.vocab_size), size, always))
     if warm:
         try:
-            draft_type.warm_start(model, _frozen(target, config, weights), weights)
+            draft_type.warm_start(model, frozen_of(target, config, weights), weights)
         except KeyError as error:
             raise ConfigError(f"{target} is not Llama-like: it has no {error.args[0]}") from None
     checkpoint.save(out, model.state_dict(), draft_config)
@@ -227,10 +228,10 @@ def warm_start_gain(target: Path, draft: Path, *, passes: int = 3, answer_tokens
     from trainer_bridge.draft import checkpoint, registry
 
     config, weights = read_target(target)
-    frozen = _frozen(target, config, weights)
+    frozen = frozen_of(target, config, weights)
     draft_config = checkpoint.read_config(draft)
     draft_type = registry.of_config(draft_config)
-    samples = _self_generated(target, draft_config["eagle_aux_hidden_state_layer_ids"], answer_tokens)
+    samples = self_generated(target, draft_config["eagle_aux_hidden_state_layer_ids"], PROMPTS, answer_tokens=answer_tokens)
     model, _ = draft_type.load(draft)
     torch.manual_seed(0)
     plain = draft_type.build(draft_config)
@@ -278,7 +279,8 @@ def _loss_and_length(objective: Any, samples: list, passes: int) -> tuple[float,
     return objective.take_loss(), objective.measure(batch).length
 
 
-def _self_generated(target: Path, tap_layers: Sequence[int], answer_tokens: int) -> list:
+def self_generated(target: Path, tap_layers: Sequence[int], prompts: Iterable[str], *, answer_tokens: int) -> list[TapSample]:
+    """Samples of what the target answers to `prompts`, greedy, at most `answer_tokens` each; taps by transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -287,7 +289,7 @@ def _self_generated(target: Path, tap_layers: Sequence[int], answer_tokens: int)
     tokenizer = AutoTokenizer.from_pretrained(target)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     samples = []
-    for index, prompt in enumerate(PROMPTS):
+    for index, prompt in enumerate(prompts):
         if tokenizer.chat_template:
             text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False)
         else:

@@ -18,7 +18,7 @@ from torch import nn
 
 from trainer_bridge.draft import checkpoint
 from trainer_bridge.draft.interface import Acceptance, DraftType, FrozenTarget, Objective
-from trainer_bridge.draft.packing import microbatches
+from trainer_bridge.draft.packing import DeepAnchors, microbatches
 from trainer_bridge.errors import SampleError
 from trainer_bridge.taps import TapSample
 from vllm_specdraft.config import EngineConfig
@@ -28,7 +28,7 @@ from vllm_specdraft.replay import Replay
 from vllm_specdraft.teachers import Teachers
 
 MAX_ROWS = 1024
-"""Rows per packed microbatch; bounds the dense visibility mask."""
+"""Rows per packed microbatch: bounds the trunk's piece."""
 
 
 class AnchorBudget:
@@ -117,6 +117,7 @@ class Learner:
         self._fresh_at = 0
         self.gate = Gate(min_gain=config.publish_min_gain)
         self._patience = Patience(evaluations=config.patience_evaluations)
+        self._deep = DeepAnchors(share=config.deep_anchor_share, random=torch.Generator().manual_seed(config.seed))
         self._budget = AnchorBudget(config.slice_ms)
         self._losses: deque[float] = deque(maxlen=20)
         self._piece_ms: deque[float] = deque(maxlen=1000)
@@ -318,7 +319,7 @@ class Learner:
         batches = [
             (self._objective_for(self._model, version), batch)
             for version, group in _by_policy(samples).items()
-            for batch in microbatches(group, passes, self._budget.anchors, MAX_ROWS)
+            for batch in microbatches(group, passes, self._budget.anchors, MAX_ROWS, self._deep)
         ]
         normalisers = sum((batch.label_counts() for _, batch in batches), torch.zeros(passes, dtype=torch.int64))
         self._optimizer.zero_grad(set_to_none=True)

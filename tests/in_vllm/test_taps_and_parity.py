@@ -127,7 +127,7 @@ def _draft_chain(
     x = model.layer_input(embedding[shifted], hidden0)
     keys, values = model.keys_values(x, torch.arange(rows))
     hidden, embedded = hidden0[-1:], embedding[shifted[-1:]]
-    visible = torch.ones(1, rows, dtype=torch.bool)
+    cu, last = torch.tensor([0, rows]), torch.tensor([rows - 1])
     branch_k, branch_v, logits = [], [], []
     for d in range(drafts.shape[0]):
         x = model.layer_input(embedded, hidden)
@@ -139,7 +139,8 @@ def _draft_chain(
         empty = keys.new_empty(1, 0, *keys.shape[1:])
         kb = torch.stack(branch_k, 1) if branch_k else empty
         vb = torch.stack(branch_v, 1) if branch_v else empty
-        hidden = model.finish_layer(hidden, branch_attention(model.queries(x, position), keys, values, kb, vb, visible))
+        attended, _ = branch_attention(model.queries(x, position), keys, values, kb, vb, cu, anchors=last)
+        hidden = model.finish_layer(hidden, attended)
         logits.append(model.logits(hidden)[0])
         embedded = embedding[drafts[d : d + 1]]
     return logits

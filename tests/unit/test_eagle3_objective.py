@@ -158,6 +158,27 @@ def test_a_pass_without_any_label_takes_no_part() -> None:
     assert_same(train([batch]), oracle(samples), OBJECTIVE_FP64)
 
 
+def test_anchors_that_go_on_to_later_passes_are_exact_without_the_others() -> None:
+    """Those that go on and those that do not, each trained alone, add up to all of them, and the first pass once more."""
+    batch = packed(SAMPLES)
+
+    def part(valid: torch.Tensor) -> tuple[float, Gradients]:
+        model = draft()
+        objective = TrainingTimeTest(model, frozen_target(), passes=PASSES, pass_decay=DECAY)
+        for _ in objective.pieces(dataclasses.replace(batch, valid=valid), batch.label_counts()):
+            pass
+        return objective.take_loss(), gradients_of(model)
+
+    def added(one: tuple[float, Gradients], other: tuple[float, Gradients]) -> tuple[float, Gradients]:
+        return one[0] + other[0], {name: one[1][name] + other[1][name] for name in one[1]}
+
+    stays = torch.arange(batch.valid.shape[0]) % 3 == 0
+    first = torch.arange(PASSES) == 0
+    deep = part(batch.valid & (first | stays[:, None]))
+    rest = part(batch.valid & (first | ~stays[:, None]))
+    assert_same(added(deep, rest), added(part(batch.valid), part(batch.valid & first)), REGROUPED_FP64)
+
+
 def test_packed_equals_unpacked() -> None:
     """D9, D12: documents laid end to end give what they give one by one, whatever their lengths."""
     together = train([packed(SAMPLES)])

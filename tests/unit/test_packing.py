@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.builders import HIDDEN, TAP_LAYERS, sample
-from trainer_bridge.draft.packing import PackedBatch, microbatches, pack
+from tests.builders import HIDDEN, TAP_LAYERS, generator, sample
+from trainer_bridge.draft.packing import DeepAnchors, PackedBatch, microbatches, pack
 from trainer_bridge.taps import TapSample
 
 MASKS = st.lists(st.text(alphabet=".A", min_size=2, max_size=14), min_size=1, max_size=5)
@@ -168,3 +168,18 @@ def test_microbatches_cover_every_anchor_once(masks: list[str], passes: int, max
             assert len(set(batch.document[anchor - i : anchor + 1].tolist())) == 1
     assert found == expected_labels(samples, passes)
     assert torch.equal(counts, pack(samples, passes).label_counts())
+
+
+def test_a_share_of_the_anchors_goes_beyond_the_first_pass() -> None:
+    """The first pass is everybody's; later labels are all of an anchor's or none, and about the share that was asked for."""
+    whole = pack([sample("." + "A" * 400)], 3)
+    deep = DeepAnchors(share=0.25, random=generator(0))
+    some = pack([sample("." + "A" * 400)], 3, deep=deep)
+    assert torch.equal(some.valid[:, 0], whole.valid[:, 0])
+    stays = some.valid[:, 1]
+    assert 60 < int(stays.sum()) < 140
+    assert torch.equal(some.valid[stays], whole.valid[stays])
+    assert not some.valid[~stays, 1:].any()
+    # Drawn anew each time.
+    again = pack([sample("." + "A" * 400)], 3, deep=deep)
+    assert not torch.equal(again.valid, some.valid)

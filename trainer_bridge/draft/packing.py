@@ -46,6 +46,12 @@ class PackedBatch:
         """Number of passes ``D``."""
         return self.valid.shape[1]
 
+    @property
+    def cu_seqlens(self) -> torch.Tensor:
+        """``[documents + 1]`` int64: where documents begin, and the last one's end."""
+        counts = torch.bincount(self.document, minlength=self.num_documents)
+        return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
     def label_counts(self) -> torch.Tensor:
         """``[D]`` int64: labels per pass."""
         return self.valid.sum(0)
@@ -61,7 +67,31 @@ def _rows_of(sample: TapSample, passes: int) -> tuple[torch.Tensor, torch.Tensor
     return future, answer[:, :1] & answer[:, 1:]
 
 
-def pack(samples: Sequence[TapSample], passes: int, spans: Sequence[tuple[int, int]] | None = None) -> PackedBatch:
+@dataclass(frozen=True, kw_only=True)
+class DeepAnchors:
+    """A random share of the anchors goes on to passes 2 and later; the others are trained in pass 1 only.
+
+    Exact for those that go on, because later passes depend on their own anchor only; their labels are counted by
+    `PackedBatch.label_counts` like all others, so the expected gradient is that of all anchors.
+    """
+
+    share: float
+    random: torch.Generator
+
+    def limit(self, valid: torch.Tensor) -> torch.Tensor:
+        """`valid` ``[A, D]`` without the later labels of those left out."""
+        if self.share >= 1:
+            return valid
+        stays = torch.rand(valid.shape[0], generator=self.random) < self.share
+        return torch.cat([valid[:, :1], valid[:, 1:] & stays[:, None]], 1)
+
+
+def pack(
+    samples: Sequence[TapSample],
+    passes: int,
+    spans: Sequence[tuple[int, int]] | None = None,
+    deep: DeepAnchors | None = None,
+) -> PackedBatch:
     """Lay samples end to end.
 
     Args:
@@ -69,6 +99,7 @@ def pack(samples: Sequence[TapSample], passes: int, spans: Sequence[tuple[int, i
         passes: ``D`` >= 1.
         spans: per sample the half-open range of rows whose anchors are taken; all by default. Rows after the last one
             needed as a teacher are left out, earlier rows stay: they are the anchors' trunk.
+        deep: which anchors have labels after pass 1; all that can by default.
     """
     taps, final, positions, document, futures, anchors, valids = [], [], [], [], [], [], []
     offset = 0
@@ -86,7 +117,7 @@ def pack(samples: Sequence[TapSample], passes: int, spans: Sequence[tuple[int, i
         document.append(torch.full((rows,), index))
         futures.append(future[:rows])
         anchors.append(picked + offset)
-        valids.append(valid[picked])
+        valids.append(deep.limit(valid[picked]) if deep else valid[picked])
         offset += rows
     return PackedBatch(
         taps=torch.cat(taps).float(),
@@ -100,7 +131,9 @@ def pack(samples: Sequence[TapSample], passes: int, spans: Sequence[tuple[int, i
     )
 
 
-def microbatches(samples: Sequence[TapSample], passes: int, max_anchors: int, max_rows: int) -> Iterator[PackedBatch]:
+def microbatches(
+    samples: Sequence[TapSample], passes: int, max_anchors: int, max_rows: int, deep: DeepAnchors | None = None
+) -> Iterator[PackedBatch]:
     """Split samples into packed microbatches of at most `max_anchors` anchors and about `max_rows` rows.
 
     Short samples share a microbatch; a long one is cut into spans of anchors that keep their whole trunk, which is exact:
@@ -115,10 +148,10 @@ def microbatches(samples: Sequence[TapSample], passes: int, max_anchors: int, ma
             part = indices[start : start + max_anchors]
             needed = min(sample.num_tokens - 1, part[-1] + 1 + passes)
             if chosen and (anchors + len(part) > max_anchors or rows + needed > max_rows):
-                yield pack(chosen, passes, spans)
+                yield pack(chosen, passes, spans, deep)
                 chosen, spans, anchors, rows = [], [], 0, 0
             chosen.append(sample)
             spans.append((part[0], part[-1] + 1))
             anchors, rows = anchors + len(part), rows + needed
     if chosen:
-        yield pack(chosen, passes, spans)
+        yield pack(chosen, passes, spans, deep)

@@ -3,7 +3,8 @@
 One microbatch is a chain of short segments: the trunk (keys and values of pass 1 for all rows), then per pass the decoder
 layer and the head for the anchors only. Segments are joined by detached leaves, and the backward runs segment by segment in
 reverse, so the caller may stop after any of them without holding one long autograd graph. Restricting queries, MLP and head
-to the anchors is exact: with one layer, pass 1's keys and values depend on no attention.
+to the anchors is exact: with one layer, pass 1's keys and values depend on no attention. Each pass is restricted further, to the
+anchors that still have a label in it or after it: passes after the first depend on their own anchor only.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from specdraft_kernels.branch_attention import branch_attention
+from specdraft_kernels.distill_loss import TeacherLogits, distill_loss
 
 from trainer_bridge.draft.eagle3.model import Eagle3Draft
 from trainer_bridge.draft.interface import Acceptance, FrozenTarget, Objective
@@ -25,12 +27,19 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class _Pass:
-    """One pass's segment: what its backward starts from."""
+    """One pass's segment: which anchors it was for, and what its backward starts from."""
 
+    rows: torch.Tensor
+    """``[R]`` indices of the batch's anchors, ascending."""
     output: torch.Tensor
     hidden: torch.Tensor
     own: tuple[torch.Tensor, torch.Tensor] | None
     own_leaves: tuple[torch.Tensor, torch.Tensor] | None
+
+    def leaves(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Its own keys and values as later passes see them."""
+        assert self.own_leaves is not None
+        return self.own_leaves
 
     def backward(self) -> None:
         outputs, gradients = [self.output], [self.hidden.grad]
@@ -40,6 +49,11 @@ class _Pass:
                     outputs.append(tensor)
                     gradients.append(leaf.grad)
         torch.autograd.backward(outputs, gradients)
+
+
+def _picked(tensor: torch.Tensor, of: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of `tensor`, which has a row for each of `of`, for `rows`, some of them in the same order."""
+    return tensor if rows.shape == of.shape else tensor[torch.searchsorted(of, rows)]
 
 
 class TrainingTimeTest(Objective):
@@ -67,29 +81,38 @@ class TrainingTimeTest(Objective):
         with torch.enable_grad():
             hidden0, keys, values = self._trunk(batch)
         trunk = (_leaf(keys), _leaf(values))
-        hidden = _leaf(hidden0[batch.anchors])
-        start = hidden
-        visible = self._visible(batch)
+        start = _leaf(hidden0[batch.anchors])
+        hidden, rows = start, torch.arange(batch.anchors.shape[0])
         yield
         segments: list[_Pass] = []
         loss = 0.0
         for d in range(self.passes):
+            # What has no label from here on needs no pass from here on.
+            alive = rows[batch.valid[rows, d:].any(1)]
+            if alive.numel() == 0:
+                break
             with torch.enable_grad():
-                output, own = self._layer(batch, d, hidden, trunk, [s.own_leaves for s in segments[1:]], visible)
-            hidden = _leaf(output)
+                branch = [(_picked(k, s.rows, alive), _picked(v, s.rows, alive)) for s in segments[1:] for k, v in [s.leaves()]]
+                output, own = self._layer(batch, d, alive, _picked(hidden, rows, alive), trunk, branch)
+            hidden, rows = _leaf(output), alive
             leaves = (_leaf(own[0]), _leaf(own[1])) if own else None
-            segments.append(_Pass(output, hidden, own, leaves))
+            segments.append(_Pass(rows, output, hidden, own, leaves))
             yield
             scale = self.pass_decay**d / max(1, int(normalisers[d]))
-            loss += self._head(hidden, teacher, teacher_row[:, d], batch.valid[:, d], scale)
+            loss += self._head(hidden, teacher, teacher_row[rows, d], batch.valid[rows, d], scale)
             yield
         while segments:
             segments.pop().backward()
             yield
-        assert start.grad is not None
         scattered = torch.zeros_like(hidden0)
-        scattered[batch.anchors] = start.grad
-        torch.autograd.backward([hidden0, keys, values], [scattered, trunk[0].grad, trunk[1].grad])
+        if start.grad is not None:
+            scattered[batch.anchors] = start.grad
+        roots, gradients = [hidden0], [scattered]
+        for tensor, leaf in zip((keys, values), trunk, strict=True):
+            if leaf.grad is not None:
+                roots.append(tensor)
+                gradients.append(leaf.grad)
+        torch.autograd.backward(roots, gradients)
         # Counted at the end only: an iterator that is closed early leaves no loss behind.
         self._loss += loss
         yield
@@ -97,38 +120,34 @@ class TrainingTimeTest(Objective):
     @torch.no_grad()
     def measure(self, batch: PackedBatch) -> Acceptance:
         hidden0, keys, values = self._trunk(batch)
-        hidden, visible = hidden0[batch.anchors], self._visible(batch)
-        running = torch.ones(batch.anchors.shape[0], dtype=torch.bool)
+        hidden, rows = hidden0[batch.anchors], torch.arange(batch.anchors.shape[0])
         accepted = torch.ones(batch.anchors.shape[0], dtype=torch.float64)
         branch: list[tuple[torch.Tensor, torch.Tensor]] = []
-        hits = []
+        hits = torch.zeros(self.passes, dtype=torch.int64)
         for d in range(self.passes):
-            hidden, own = self._layer(batch, d, hidden, (keys, values), branch, visible)
+            hidden, own = self._layer(batch, d, rows, hidden, (keys, values), branch)
             if own is not None:
                 branch.append(own)
             proposed = self._kept[self.model.logits(hidden).argmax(-1)]
-            running = running & batch.valid[:, d] & (proposed == batch.future_ids[batch.anchors, d + 1])
-            accepted += running
-            hits.append(running.sum())
+            good = batch.valid[rows, d] & (proposed == batch.future_ids[batch.anchors[rows], d + 1])
+            # A draft that was rejected is not continued.
+            rows, hidden = rows[good], hidden[good]
+            branch = [(k[good], v[good]) for k, v in branch]
+            accepted[rows] += 1
+            hits[d] = rows.shape[0]
         owner = batch.document[batch.anchors]
         sums = torch.zeros(batch.num_documents, dtype=torch.float64).index_add_(0, owner, accepted)
-        return Acceptance(accepted_sum=sums, anchors=torch.bincount(owner, minlength=batch.num_documents), hits=torch.stack(hits))
+        return Acceptance(accepted_sum=sums, anchors=torch.bincount(owner, minlength=batch.num_documents), hits=hits)
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         return self.target.embedding.detach()[ids].to(self.model.fc.weight.dtype)
 
-    def _visible(self, batch: PackedBatch) -> torch.Tensor:
-        """``[A, N]``: an anchor sees the rows of its own document up to itself."""
-        rows = torch.arange(batch.document.shape[0])
-        same = batch.document[batch.anchors][:, None] == batch.document[None, :]
-        return same & (rows[None, :] <= batch.anchors[:, None])
-
     def _teacher(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Teacher distributions ``[U, draft_vocab]`` of the rows that label something, and each label's row ``[A, D]``."""
+        """Teacher logits ``[U, draft_vocab]`` of the rows that label something, and each label's row ``[A, D]``; for all passes."""
         wanted = batch.anchors[:, None] + 1 + torch.arange(self.passes)[None, :]
         wanted = torch.where(batch.valid, wanted, batch.anchors[:, None])
         rows, index = wanted.unique(return_inverse=True)
-        return (batch.final[rows] @ self._teacher_head.T).softmax(-1), index
+        return batch.final[rows] @ self._teacher_head.T, index
 
     def _trunk(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # Taps and embedding may belong to a policy in training: the draft's loss must not reach it.
@@ -141,34 +160,34 @@ class TrainingTimeTest(Objective):
         self,
         batch: PackedBatch,
         d: int,
+        rows: torch.Tensor,
         hidden: torch.Tensor,
         trunk: tuple[torch.Tensor, torch.Tensor],
-        branch: list,
-        visible: torch.Tensor,
+        branch: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
-        """The decoder layer for the anchors in pass ``d`` (0-based), and its own keys and values (None in pass 0)."""
-        x = self.model.layer_input(self._embed(batch.future_ids[batch.anchors, d]), hidden)
-        positions = batch.positions[batch.anchors] + d
+        """The decoder layer in pass ``d`` (0-based) for the anchors `rows`, and its own keys and values (None in pass 0)."""
+        anchors = batch.anchors[rows]
+        x = self.model.layer_input(self._embed(batch.future_ids[anchors, d]), hidden)
+        positions = batch.positions[anchors] + d
         own = self.model.keys_values(x, positions) if d else None
         pairs = [*branch, own] if own else []
         empty = trunk[0].new_empty(hidden.shape[0], 0, *trunk[0].shape[1:])
         k_branch = torch.stack([k for k, _ in pairs], 1) if pairs else empty
         v_branch = torch.stack([v for _, v in pairs], 1) if pairs else empty
         q = self.model.queries(x, positions)
-        return self.model.finish_layer(hidden, branch_attention(q, *trunk, k_branch, v_branch, visible)), own
+        attended, _ = branch_attention(q, *trunk, k_branch, v_branch, batch.cu_seqlens, anchors=anchors)
+        return self.model.finish_layer(hidden, attended), own
 
     def _head(self, hidden: torch.Tensor, teacher: torch.Tensor, row: torch.Tensor, valid: torch.Tensor, scale: float) -> float:
-        """Loss of one pass, and its gradient into `hidden` and the head: d loss / d logits = scale * (q - p)."""
-        rows = valid.nonzero().squeeze(1)
-        if rows.numel() == 0:
-            hidden.grad = torch.zeros_like(hidden)
-            return 0.0
+        """Loss of one pass, and its gradient into `hidden` and the head."""
+        labelled = valid.nonzero().squeeze(1)
         with torch.enable_grad():
-            logits = self.model.logits(hidden[rows])
-        with torch.no_grad():
-            p, scores = teacher[row[rows]], logits.detach()
-            normaliser = scores.logsumexp(-1, keepdim=True)
-            loss = scale * float((normaliser.squeeze(1) - (p * scores).sum(-1)).sum())
-            gradient = (scores - normaliser).exp_().sub_(p).mul_(scale)
-        torch.autograd.backward(logits, gradient)
-        return loss
+            loss = distill_loss(
+                self.model.norm(hidden[labelled]),
+                self.model.lm_head.weight,
+                TeacherLogits(teacher, row=row[labelled]),
+                normaliser=1 / scale,
+            )
+            # Also where no label is left: a pass whose anchors have labels in later passes only.
+            (loss + 0.0 * hidden.sum()).backward()
+        return float(loss.detach())

@@ -1,0 +1,1 @@
+"""Parts of the benchmark of attention, context parallelism and the learner."""

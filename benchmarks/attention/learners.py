@@ -1,0 +1,114 @@
+"""The engine's learner against the plain way, on the same samples and objective; and with fewer anchors in the later passes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.attention.padded import PaddedBatch, loss_of
+from trainer_bridge.draft import checkpoint, registry
+from trainer_bridge.draft.packing import pack
+from trainer_bridge.taps import TapSample
+from vllm_specdraft import drafts
+from vllm_specdraft.config import EngineConfig
+from vllm_specdraft.learner import Learner
+from vllm_specdraft.replay import Replay
+
+PASSES, DECAY, PADDED_ROWS, STEPS = 3, 0.8, 8, 4
+
+
+@dataclass
+class Speeds:
+    """Trained tokens (anchors) per second, one number per round."""
+
+    padded: list[float] = field(default_factory=list)
+    learner: list[float] = field(default_factory=list)
+    sampled: list[float] = field(default_factory=list)
+
+    def ratio(self, of: str, to: str) -> float:
+        """Median over the rounds of one speed over another of the same round."""
+        return statistics.median(a / b for a, b in zip(getattr(self, of), getattr(self, to), strict=True))
+
+
+class Learners:
+    """A draft, samples that the target made, and ways to train the one on the others."""
+
+    def __init__(self, target: Path, draft: Path, samples: Sequence[TapSample], *, held_out: int) -> None:
+        """The last `held_out` samples are never trained on."""
+        config, weights = drafts.read_target(target)
+        self.target = drafts.frozen_of(target, config, weights)
+        self._config = checkpoint.read_config(draft)
+        self._kind = registry.of_config(self._config)
+        self._draft = draft
+        self.samples, self.held_out = list(samples[:-held_out]), list(samples[-held_out:])
+
+    def largest_difference(self) -> float:
+        """Largest relative difference of a gradient between the two ways, on one padded batch."""
+        gradients = []
+        for way in ("padded", "pieces"):
+            model, _ = self._kind.load(self._draft)
+            part = self.samples[:PADDED_ROWS]
+            if way == "padded":
+                loss_of(model, self.target, PaddedBatch.of(part), passes=PASSES, pass_decay=DECAY).backward()
+            else:
+                batch = pack(part, PASSES)
+                for _ in self._kind.objective(model, self.target, passes=PASSES).pieces(batch, batch.label_counts()):
+                    pass
+            gradients.append([parameter.grad for parameter in model.parameters()])
+        return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*gradients, strict=True))
+
+    def padded_tokens_per_s(self) -> float:
+        """The plain way: padded rows, dense scores."""
+        model, _ = self._kind.load(self._draft)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
+        tokens, began = 0, time.perf_counter()
+        for step in range(STEPS // 2):
+            part = [self.samples[(PADDED_ROWS * step + i) % len(self.samples)] for i in range(PADDED_ROWS)]
+            optimizer.zero_grad()
+            loss_of(model, self.target, PaddedBatch.of(part), passes=PASSES, pass_decay=DECAY).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            tokens += pack(part, PASSES).anchors.shape[0]
+        return tokens / (time.perf_counter() - began)
+
+    def learner(self, **settings: Any) -> Learner:
+        """A learner as the engine makes it, on the training samples."""
+        replay = Replay(limit_bytes=1 << 30, held_out_share=1e-9, seed=0)
+        for sample in self.samples:
+            replay.add(sample)
+        model, _ = self._kind.load(self._draft)
+        config = EngineConfig(
+            draft_dir=str(self._draft), state_dir="", num_speculative_tokens=PASSES, evaluate_every_steps=1 << 40, **settings
+        )
+        return Learner(
+            kind=self._kind, model_config=self._config, state=model.state_dict(), target=self.target, replay=replay, config=config
+        )
+
+    def learner_tokens_per_s(self, **settings: Any) -> float:
+        """The engine's learner, after its budget of anchors has settled."""
+        learner = self.learner(**settings)
+        self._steps(learner, STEPS)
+        tokens, seconds = learner.progress.tokens, learner.progress.seconds
+        self._steps(learner, 2 * STEPS)
+        return (learner.progress.tokens - tokens) / (learner.progress.seconds - seconds)
+
+    def accepted_after(self, seconds: float, **settings: Any) -> float:
+        """Accepted length on the held-out samples after so many seconds of learning."""
+        learner = self.learner(**settings)
+        while learner.progress.seconds < seconds:
+            learner.run_piece()
+        model, _ = self._kind.load(self._draft)
+        checkpoint.load_state(model, learner.state(), "draft")
+        return self._kind.objective(model, self.target, passes=PASSES).measure(pack(self.held_out, PASSES)).length
+
+    @staticmethod
+    def _steps(learner: Learner, count: int) -> None:
+        until = learner.progress.steps + count
+        while learner.progress.steps < until:
+            learner.run_piece()

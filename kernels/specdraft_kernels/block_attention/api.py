@@ -1,0 +1,75 @@
+"""Block attention (DFlash, arXiv 2602.06036): many blocks with prefixes of their own length, in one call."""
+
+from __future__ import annotations
+
+import torch
+
+from specdraft_kernels.interval_attention import Spans, interval_attention
+
+
+def block_attention(
+    q: torch.Tensor,
+    k_trunk: torch.Tensor,
+    v_trunk: torch.Tensor,
+    k_block: torch.Tensor,
+    v_block: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    document: torch.Tensor,
+    prefix: torch.Tensor,
+    *,
+    slots: torch.Tensor | None = None,
+    scale: float | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every slot of a block sees the first ``prefix`` trunk rows of the block's document, and all slots of the block.
+
+    Worked example: documents of 5 and 3 rows (``cu_seqlens = [0, 5, 8]``), ``document = [0, 1]``, ``prefix = [4, 1]``: the slots of
+    block 0 see trunk rows 0..3, those of block 1 row 5, and each block sees itself.
+
+    Args:
+        q: ``[B, W, Hq, D]``: blocks of ``W`` slots. ``Hq`` is a multiple of ``Hkv``.
+        k_trunk, v_trunk: ``[N, Hkv, D]``.
+        k_block, v_block: ``[B, W, Hkv, D]``: the slots' own keys and values.
+        cu_seqlens: ``[documents + 1]``, where documents begin, and the last one's end.
+        document: ``[B]`` int64, the blocks' documents, ascending.
+        prefix: ``[B]`` int64, how many trunk rows of its document a block sees; ascending within a document. It is named apart from
+            the document because a block may stand right after a document's last row.
+        slots: ``[B]`` int64, how many slots of a block are in use, from the first; all by default. The others give zeros, are seen
+            by nobody and may hold anything.
+        scale, backend: see `interval_attention`.
+
+    Returns:
+        ``out [B, W, Hq, D]`` and ``lse [B, W, Hq]`` (fp32, fp64 for fp64; no gradient flows through it).
+
+    Raises:
+        ValueError: shapes that do not fit; blocks out of order or prefixes beyond their document (looked at on the CPU only).
+    """
+    blocks, width = q.shape[:2]
+    if document.shape != (blocks,) or prefix.shape != (blocks,):
+        raise ValueError(f"{blocks} blocks need document and prefix [{blocks}], not {tuple(document.shape)}, {tuple(prefix.shape)}")
+    if k_block.shape[:2] != q.shape[:2] or v_block.shape[:2] != q.shape[:2]:
+        raise ValueError(f"block keys {tuple(k_block.shape)} must be [{blocks} blocks, {width} slots, heads, size]")
+    spans = block_spans(cu_seqlens, document, prefix, width=width, slots=slots)
+    used = None
+    if slots is not None:
+        used = (torch.arange(width, device=q.device) < slots[:, None])[..., None, None]
+        # Whatever an unused slot holds must reach neither a sum nor a gradient.
+        q, k_block, v_block = (torch.where(used, x, torch.zeros_like(x)) for x in (q, k_block, v_block))
+    out, lse = interval_attention(q.flatten(0, 1), k_trunk, v_trunk, k_block, v_block, spans, scale=scale, backend=backend)
+    out, lse = out.view(q.shape), lse.view(q.shape[:3])
+    if used is None:
+        return out, lse
+    return torch.where(used, out, torch.zeros_like(out)), lse.masked_fill(~used[..., 0], float("-inf"))
+
+
+def block_spans(
+    cu_seqlens: torch.Tensor, document: torch.Tensor, prefix: torch.Tensor, *, width: int, slots: torch.Tensor | None = None
+) -> Spans:
+    """What the slots of `block_attention` see, ``[B * W]``."""
+    cu = cu_seqlens.to(torch.int64)
+    first = cu[document]
+    stop = first + prefix
+    if cu.device.type == "cpu" and prefix.numel() and (int(prefix.min()) < 0 or bool((stop > cu[document + 1]).any())):
+        raise ValueError("a block's prefix must be 0 or more, and at most the rows of its document")
+    own = torch.full_like(first, width) if slots is None else slots.to(torch.int64)
+    return Spans(first=first.repeat_interleave(width), stop=stop.repeat_interleave(width), own=own.repeat_interleave(width))
