@@ -40,5 +40,5 @@ def largest_error() -> float:
         used = leaves if passes else leaves[:3]
         pairs = [(found, expected)]
         pairs += zip(*(torch.autograd.grad((out * weight).sum(), used) for out in (found, expected)), strict=True)
-        worst = max([worst, *(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)])
+        worst = max([worst, *(float((a - b).detach().abs().max() / b.detach().abs().max()) for a, b in pairs)])
     return worst
