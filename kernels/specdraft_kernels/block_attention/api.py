@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from specdraft_kernels.interval_attention import Spans, interval_attention
@@ -50,12 +52,26 @@ def block_attention(
     if k_block.shape[:2] != q.shape[:2] or v_block.shape[:2] != q.shape[:2]:
         raise ValueError(f"block keys {tuple(k_block.shape)} must be [{blocks} blocks, {width} slots, heads, size]")
     spans = block_spans(cu_seqlens, document, prefix, width=width, slots=slots)
+
+    def attend(q: torch.Tensor, k_block: torch.Tensor, v_block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return interval_attention(q, k_trunk, v_trunk, k_block, v_block, spans, scale=scale, backend=backend)
+
+    return of_used_slots(attend, q, k_block, v_block, slots)
+
+
+def of_used_slots(
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    q: torch.Tensor,
+    k_block: torch.Tensor,
+    v_block: torch.Tensor,
+    slots: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``attend(q [B * W, Hq, D], k_block, v_block)`` as ``[B, W, ...]``; an unused slot reaches no sum and no gradient."""
     used = None
     if slots is not None:
-        used = (torch.arange(width, device=q.device) < slots[:, None])[..., None, None]
-        # Whatever an unused slot holds must reach neither a sum nor a gradient.
+        used = (torch.arange(q.shape[1], device=q.device) < slots[:, None])[..., None, None]
         q, k_block, v_block = (torch.where(used, x, torch.zeros_like(x)) for x in (q, k_block, v_block))
-    out, lse = interval_attention(q.flatten(0, 1), k_trunk, v_trunk, k_block, v_block, spans, scale=scale, backend=backend)
+    out, lse = attend(q.flatten(0, 1), k_block, v_block)
     out, lse = out.view(q.shape), lse.view(q.shape[:3])
     if used is None:
         return out, lse

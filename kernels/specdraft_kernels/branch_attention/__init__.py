@@ -1,5 +1,5 @@
 """Attention of a draft's training-time-test passes: a causal trunk shared by all rows, plus each row's own branch keys."""
 
-from specdraft_kernels.branch_attention.api import branch_attention, branch_spans
+from specdraft_kernels.branch_attention.api import branch_attention, branch_spans, within_window
 
-__all__ = ["branch_attention", "branch_spans"]
+__all__ = ["branch_attention", "branch_spans", "within_window"]

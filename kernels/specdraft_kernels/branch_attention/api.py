@@ -52,15 +52,19 @@ def branch_attention(
     if k_branch.dim() != 4 or k_branch.shape[0] != q.shape[0]:
         raise ValueError(f"branch keys {tuple(k_branch.shape)} must be [{q.shape[0]} queries, passes, heads, size]")
     passes = k_branch.shape[1]
-    if window is not None:
-        if window < 1:
-            raise ValueError(
-                f"a window of {window} positions: a query sees at least itself, so it is 1 or more; None for no window"
-            )
-        # A branch longer than the window: its oldest keys are out of sight for every query alike.
-        k_branch, v_branch = k_branch[:, max(0, passes - window) :], v_branch[:, max(0, passes - window) :]
+    k_branch, v_branch = within_window(k_branch, v_branch, window)
     spans = branch_spans(cu_seqlens, k_trunk.shape[0], anchors=anchors, window=window, passes=passes, branch=k_branch.shape[1])
     return interval_attention(q, k_trunk, v_trunk, k_branch, v_branch, spans, scale=scale, backend=backend)
+
+
+def within_window(k_branch: torch.Tensor, v_branch: torch.Tensor, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The branch keys that a query still sees: where the branch is longer than the window, its oldest are out of sight for all."""
+    if window is None:
+        return k_branch, v_branch
+    if window < 1:
+        raise ValueError(f"a window of {window} positions: a query sees at least itself, so it is 1 or more; None for no window")
+    oldest = max(0, k_branch.shape[1] - window)
+    return k_branch[:, oldest:], v_branch[:, oldest:]
 
 
 def branch_spans(

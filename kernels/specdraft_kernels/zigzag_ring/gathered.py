@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from specdraft_kernels.interval_attention import Spans, arithmetic
+from specdraft_kernels.interval_attention import arithmetic
 from specdraft_kernels.zigzag_ring.exchange import Exchange
 from specdraft_kernels.zigzag_ring.layout import ZigzagLayout
 
@@ -54,18 +54,18 @@ class _Bring(torch.autograd.Function):
         buffers[exchange.rank] = mine
         shards = [buffers[rank] for rank in range(exchange.ranks)]
         held.k, held.v = (layout.join([shard[which] for shard in shards]) for which in (0, 1))
-        ctx.held, ctx.shapes = held, (k, v)
+        ctx.held, ctx.dtype = held, k.dtype
         return k.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        held, (k, v) = ctx.held, ctx.shapes
+        held, dtype = ctx.held, ctx.dtype
         whole = held.take()
         exchange, layout = held.exchange, held.layout
         if whole is None:
-            # A pass that no rank trains through: the others wait for nothing of ours only if they do not either.
-            dtype = arithmetic.accumulation_dtype(k.dtype)
-            whole = (torch.zeros(held.k.shape, dtype=dtype), torch.zeros(held.v.shape, dtype=dtype))
+            # No pass of this rank trains through the trunk; the others still wait for its share.
+            nothing = torch.zeros_like(held.k, dtype=arithmetic.accumulation_dtype(dtype))
+            whole = (nothing, nothing.clone())
         others = [peer for peer in range(exchange.ranks) if peer != exchange.rank]
         mine = [layout.split(part, exchange.rank) for part in whole]
         sends = [(peer, layout.split(part, peer)) for peer in others for part in whole]
@@ -74,7 +74,7 @@ class _Bring(torch.autograd.Function):
         for peer in others:
             for part, buffer in zip(mine, buffers[peer], strict=True):
                 part.add_(buffer)
-        return mine[0].to(k.dtype), mine[1].to(v.dtype), None
+        return mine[0].to(dtype), mine[1].to(dtype), None
 
 
 class GatheredAttention(torch.autograd.Function):
@@ -97,17 +97,3 @@ class GatheredAttention(torch.autograd.Function):
         held.add(dk, dv)
         own = (d_own_k.to(q.dtype), d_own_v.to(q.dtype))
         return dq.to(q.dtype), torch.zeros_like(token), *own, None, None, None, None
-
-
-def attend(
-    q: torch.Tensor,
-    token: torch.Tensor,
-    own_k: torch.Tensor,
-    own_v: torch.Tensor,
-    held: Gathered,
-    spans: Spans,
-    scale: float,
-    backend: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `GatheredAttention`."""
-    return GatheredAttention.apply(q, token, own_k, own_v, held, spans, scale, backend)

@@ -6,10 +6,12 @@ from typing import Literal
 
 import torch
 
+from specdraft_kernels.block_attention import of_used_slots
+from specdraft_kernels.branch_attention import within_window
 from specdraft_kernels.interval_attention import choose_backend, load_backend
 from specdraft_kernels.zigzag_ring import cost
 from specdraft_kernels.zigzag_ring.exchange import Exchange
-from specdraft_kernels.zigzag_ring.gathered import Gathered, attend
+from specdraft_kernels.zigzag_ring.gathered import Gathered, GatheredAttention
 from specdraft_kernels.zigzag_ring.layout import ZigzagLayout
 from specdraft_kernels.zigzag_ring.ring import RingAttention
 from specdraft_kernels.zigzag_ring.seen import Seen, of_blocks, of_branch
@@ -79,10 +81,7 @@ class Trunk:
             window, scale: as there.
         """
         passes = k_branch.shape[1]
-        if window is not None:
-            if window < 1:
-                raise ValueError(f"a window of {window} positions: it is 1 or more, or None for no window")
-            k_branch, v_branch = k_branch[:, max(0, passes - window) :], v_branch[:, max(0, passes - window) :]
+        k_branch, v_branch = within_window(k_branch, v_branch, window)
         seen = of_branch(self.layout, self.exchange.rank, anchors=anchors, window=window, passes=passes, device=q.device)
         if seen.high.shape[0] != q.shape[0]:
             raise ValueError(f"{q.shape[0]} queries, but {seen.high.shape[0]} rows: name the queries' rows with anchors=")
@@ -106,21 +105,14 @@ class Trunk:
             sequences: ``[B]``; prefix: ``[B]``, how many positions of its sequence a block sees: those before its anchor.
             slots, scale: as there.
         """
-        width, used = q.shape[1], None
-        if slots is not None:
-            used = (torch.arange(width, device=q.device) < slots[:, None])[..., None, None]
-            q, k_block, v_block = (torch.where(used, x, torch.zeros_like(x)) for x in (q, k_block, v_block))
-        seen = of_blocks(self.layout, sequences, prefix, width=width, slots=slots)
-        out, lse = self._attend(q.flatten(0, 1), k_block, v_block, seen, scale)
-        out, lse = out.view(q.shape), lse.view(q.shape[:3])
-        if used is None:
-            return out, lse
-        return torch.where(used, out, torch.zeros_like(out)), lse.masked_fill(~used[..., 0], float("-inf"))
+        seen = of_blocks(self.layout, sequences, prefix, width=q.shape[1], slots=slots)
+        return of_used_slots(lambda q, k, v: self._attend(q, k, v, seen, scale), q, k_block, v_block, slots)
 
     def _attend(
         self, q: torch.Tensor, own_k: torch.Tensor, own_v: torch.Tensor, seen: Seen, scale: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if self._held is not None and self._token is not None:
-            return attend(q, self._token, own_k, own_v, self._held, seen.in_packed(), scale, self._backend)
+            arguments = (own_k, own_v, self._held, seen.in_packed(), scale, self._backend)
+            return GatheredAttention.apply(q, self._token, *arguments)
         return RingAttention.apply(q, self._k, self._v, own_k, own_v, seen, self.exchange, scale, self._backend)
