@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from trainer_bridge.errors import ConfigError, SecurityError
+from trainer_bridge.plan import BLOCK_BYTES
 from trainer_bridge.wire import Running
 
 CarrierName = Literal["auto", "shm", "tcp", "zmq", "gloo", "nccl"]
@@ -52,7 +53,7 @@ class BridgeConfig:
     """Send only what changed since the last committed version, where that is smaller; keeps a copy of the weights in memory."""
     running: Running = "recompute"
     """What running requests do: ``recompute`` their KV cache and go on, ``keep`` it and go on, ``drain`` first, or ``abort``."""
-    bucket_bytes: int = 32 << 20
+    bucket_bytes: int = BLOCK_BYTES
     """Small tensors are packed up to so many bytes, larger ones are split, in bytes."""
     streams: int = 2
     """Connections per engine of the ``tcp`` carrier."""

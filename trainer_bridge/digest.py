@@ -6,11 +6,14 @@ plane to say.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
 import xxhash
+
+from trainer_bridge.plan import Extents, blocks
 
 CHUNK_BYTES = 1 << 18
 """Bytes that are worked on at once: they stay in the processor's cache from one pass to the next."""
@@ -48,6 +51,25 @@ def digest(data: np.ndarray | bytes | memoryview) -> bytes:
     hasher = Hasher()
     hasher.update(data)
     return hasher.digest()
+
+
+def tensor_digest(
+    data: np.ndarray, shape: Extents, itemsize: int, known: Mapping[tuple[Extents, Extents], bytes] | None = None
+) -> bytes:
+    """16 bytes over a whole tensor, which do not depend on how it travelled.
+
+    That of its bytes; of a tensor that is larger than a block, that of its blocks' digests in order.
+
+    Args:
+        data: ``[bytes]`` uint8.
+        known: digests of boxes (start, shape): those that are blocks need not be read again.
+    """
+    at, found = 0, []
+    for box in blocks(shape, itemsize=itemsize):
+        count = prod(box[1]) * itemsize
+        found.append((known or {}).get(box) or digest(data[at : at + count]))
+        at += count
+    return found[0] if len(found) == 1 else digest(b"".join(found))
 
 
 def digest_and_check(data: np.ndarray, dtype: str) -> tuple[bytes, bool]:

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from trainer_bridge import delta
-from trainer_bridge.digest import digest, digest_and_check
+from trainer_bridge.digest import digest_and_check, tensor_digest
 from trainer_bridge.errors import BaseVersionError, PlanError
-from trainer_bridge.plan import Coverage, Layout, Plan
+from trainer_bridge.plan import ITEM_BYTES, Coverage, Extents, Layout, Plan
 from trainer_bridge.staging import Staging
 from trainer_bridge.wire import DRAFT, MODELS, TARGET, Offer, Piece
 
@@ -37,8 +37,10 @@ class _Open:
     received_bytes: int = 0
     check_s: float = 0.0
     undo: list[Callable[[], None]] = field(default_factory=list)
+    boxes: dict[tuple[int, int], dict[tuple[Extents, Extents], bytes]] = field(default_factory=dict)
+    """Per tensor, digests of the boxes that came."""
     digests: dict[tuple[int, int], bytes] = field(default_factory=dict)
-    """Of tensors that came in one piece."""
+    """Of whole tensors, once verified."""
 
 
 class Inbox:
@@ -139,8 +141,7 @@ class Inbox:
         if opened.offer.carrier == "shm":
             # It was written without our knowing.
             self._lose(piece)
-        if piece.shape == self.plan.specs(piece.model)[piece.tensor].shape:
-            opened.digests[piece.model, piece.tensor] = piece.digest
+        opened.boxes.setdefault((piece.model, piece.tensor), {})[piece.start, piece.shape] = piece.digest
         opened.arrived += 1
         opened.received_bytes += piece.nbytes
 
@@ -198,8 +199,8 @@ class Inbox:
     def _entries(self, model: int, opened: _Open) -> list[dict[str, Any]]:
         entries = []
         for t, spec in enumerate(self.plan.specs(model)):
-            if opened.coverage.pieces(model, t) and (model, t) not in opened.digests:
-                opened.digests[model, t] = self._digest_of(model, t, opened.layout)
+            if boxes := opened.boxes.get((model, t)):
+                opened.digests[model, t] = self._digest_of(model, t, opened.layout, boxes)
             found = opened.digests.get((model, t)) or self._digests[model, t]
             entries.append(
                 {
@@ -212,9 +213,10 @@ class Inbox:
             )
         return entries
 
-    def _digest_of(self, model: int, tensor: int, layout: Layout) -> bytes:
+    def _digest_of(self, model: int, tensor: int, layout: Layout, boxes: dict[tuple[Extents, Extents], bytes]) -> bytes:
         begin = layout.offsets[model][tensor]
-        return digest(self.staging.memory[begin : begin + layout.tensor_bytes(model, tensor)])
+        data = self.staging.memory[begin : begin + layout.tensor_bytes(model, tensor)]
+        return tensor_digest(data, self.plan.specs(model)[tensor].shape, ITEM_BYTES[layout.dtype(model, tensor)], boxes)
 
     def committed(self) -> None:
         """The engine serves the open update: its bytes are the base of the next."""

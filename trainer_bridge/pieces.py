@@ -13,7 +13,7 @@ from trainer_bridge import wire
 from trainer_bridge.carriers.sending import TORCH_DTYPES, Item
 from trainer_bridge.config import BridgeConfig
 from trainer_bridge.errors import PlanError
-from trainer_bridge.plan import ITEM_BYTES, Plan, split, wire_dtype
+from trainer_bridge.plan import ITEM_BYTES, Plan, place, split, wire_dtype
 from trainer_bridge.shards import Shard
 
 logger = logging.getLogger(__name__)
@@ -55,9 +55,8 @@ class Pieces:
             return
         tensor = shard.tensor.detach()
         for start, shape in split(tuple(tensor.shape), itemsize=ITEM_BYTES[dtype], bucket_bytes=self._config.bucket_bytes):
-            part = tensor[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
-            place = tuple(s + o for s, o in zip(start, shard.start, strict=True))
-            yield Item(model=model, tensor=index, start=place, source=part, dtype=TORCH_DTYPES[dtype])
+            whole_start = tuple(s + o for s, o in zip(start, shard.start, strict=True))
+            yield Item(model=model, tensor=index, start=whole_start, source=tensor[place(start, shape)], dtype=TORCH_DTYPES[dtype])
 
     def _unknown(self, model: int, name: str) -> PlanError:
         known = self._names[model]

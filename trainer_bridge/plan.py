@@ -35,6 +35,8 @@ _SAFETENSORS = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
+BLOCK_BYTES = 32 << 20
+"""Size of the blocks in which a tensor travels and is checked, unless the trainer chose other buckets."""
 _ALIGNMENT = 64
 _LARGEST_HEADER_BYTES = 100_000_000
 
@@ -136,9 +138,7 @@ class Layout:
         width = ITEM_BYTES[self.dtype(piece.model, piece.tensor)]
         begin = self.offsets[piece.model][piece.tensor]
         whole = memory[begin : begin + self.tensor_bytes(piece.model, piece.tensor)].view(f"u{width}").reshape(spec.shape)
-        # The ellipsis makes it a view also where there are no dimensions.
-        place: tuple[Any, ...] = (*(slice(s, s + n) for s, n in zip(piece.start, piece.shape, strict=True)), ...)
-        return whole[place]
+        return whole[place(piece.start, piece.shape)]
 
     def box_bytes(self, piece: Piece) -> int:
         """Bytes of a piece's box on the wire."""
@@ -148,6 +148,16 @@ class Layout:
 def wire_dtype(spec: Spec, chosen: str) -> str:
     """The dtype in which a tensor travels: what was chosen goes for floating-point tensors only."""
     return spec.dtype if chosen == AS_PLANNED or spec.dtype not in FLOATING else chosen
+
+
+def place(start: Extents, shape: Extents) -> tuple[Any, ...]:
+    """Index of a box in its tensor; it gives a view also where there are no dimensions."""
+    return (*(slice(s, s + n) for s, n in zip(start, shape, strict=True)), ...)
+
+
+def blocks(shape: Extents, *, itemsize: int) -> Iterator[tuple[Extents, Extents]]:
+    """The boxes of a tensor whose digests make its own: `BLOCK_BYTES` at most."""
+    return split(shape, itemsize=itemsize, bucket_bytes=BLOCK_BYTES)
 
 
 def split(shape: Extents, *, itemsize: int, bucket_bytes: int) -> Iterator[tuple[Extents, Extents]]:
@@ -209,10 +219,6 @@ class Coverage:
             for t, spec in enumerate(self._plan.specs(model))
             if (model, t) in self._boxes and not self._is_whole(model, t)
         ]
-
-    def pieces(self, model: int, tensor: int) -> int:
-        """In how many pieces a tensor came."""
-        return len(self._boxes.get((model, tensor), ()))
 
     def _is_whole(self, model: int, tensor: int) -> bool:
         key = (model, tensor)

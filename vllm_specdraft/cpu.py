@@ -53,6 +53,8 @@ def choose(environ: Mapping[str, str], *, kv_gib: int | None = None, ranks: int 
         # Asked for on this very command line: stronger than a variable that was set some time before.
         chosen["VLLM_CPU_KVCACHE_SPACE"] = str(kv_gib)
         notes["VLLM_CPU_KVCACHE_SPACE"] = f"{kv_gib} (yours)"
+    # Each is some hundred KB, and there is one per layer shape and batch size: with the default of 1024 memory grows for an hour.
+    pick("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256", "batch sizes whose matrix kernels are kept")
     libraries = preloads()
     if libraries:
         value = ":".join([*libraries, *filter(None, [environ.get("LD_PRELOAD")])])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trainer_bridge.carriers.sending import TORCH_DTYPES, bytes_of
-from trainer_bridge.digest import digest
+from trainer_bridge.digest import digest, tensor_digest
 from trainer_bridge.errors import BridgeError
 from trainer_bridge.staging import Mapping as StagingMapping
 from vllm_specdraft import preflight
@@ -164,7 +164,7 @@ def _reader(memory: Any, entry: dict[str, Any]) -> Callable[[], torch.Tensor]:
         count = dtype.itemsize * prod(entry["shape"])
         part = torch.from_numpy(memory[entry["offset"] : entry["offset"] + count])
         tensor = part.view(dtype).reshape(entry["shape"])
-        if digest(bytes_of(tensor)).hex() != entry["digest"]:
+        if tensor_digest(bytes_of(tensor), tuple(entry["shape"]), dtype.itemsize).hex() != entry["digest"]:
             raise StaleStagingError(f"{entry['name']} was written again after it was verified: the update is refused")
         return tensor
 

@@ -25,9 +25,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 
 from trainer_bridge import wire
 from trainer_bridge.carriers.sending import TORCH_DTYPES, Item, ShmSender
-from trainer_bridge.digest import digest_and_check
+from trainer_bridge.digest import digest_and_check, tensor_digest
 from trainer_bridge.errors import PlanError
-from trainer_bridge.plan import AS_PLANNED, Layout, Plan
+from trainer_bridge.plan import AS_PLANNED, ITEM_BYTES, Layout, Plan, blocks, place
 from trainer_bridge.staging import Mapping, Staging
 from vllm_specdraft import worker
 
@@ -49,7 +49,7 @@ class SpecdraftUpdateInfo(WeightTransferUpdateInfo):
     version: int
     """Policy version that they are."""
     tensors: list[dict[str, Any]] = field(default_factory=list)
-    """Per tensor ``name``, ``dtype``, ``shape``, ``offset`` in bytes, ``digest`` (xxh3-128, hex)."""
+    """Per tensor ``name``, ``dtype``, ``shape``, ``offset`` in bytes, ``digest`` (hex, see `tensor_digest`)."""
 
 
 class SpecdraftWeightTransferEngine(WeightTransferEngine[SpecdraftInitInfo, SpecdraftUpdateInfo]):
@@ -104,12 +104,15 @@ def _check(memory: Any, entry: dict[str, Any]) -> None:
     begin, count = entry["offset"], layout.tensor_bytes(0, 0)
     if begin < 0 or begin + count > memory.size:
         raise PlanError(f"{spec.name} would lie at bytes {begin} to {begin + count} of {memory.size}")
-    whole = wire.Piece(0, 0, (0,) * len(spec.shape), spec.shape, count, bytes(16))
-    found, finite = digest_and_check(layout.box(memory[begin : begin + count], whole), spec.dtype)
-    if found.hex() != entry["digest"]:
-        raise PlanError(f"{spec.name}: digest {found.hex()} arrived, {entry['digest']} was sent")
-    if not finite:
-        raise PlanError(f"{spec.name} holds NaN or infinity: the trainer's step has diverged, or a scale is missing")
+    data, known = memory[begin : begin + count], {}
+    for start, shape in blocks(spec.shape, itemsize=ITEM_BYTES[spec.dtype]):
+        words = layout.box(data, wire.Piece(0, 0, start, shape, 0, bytes(16)))
+        known[start, shape], finite = digest_and_check(words, spec.dtype)
+        if not finite:
+            raise PlanError(f"{spec.name} holds NaN or infinity: the trainer's step has diverged, or a scale is missing")
+    found = tensor_digest(data, spec.shape, ITEM_BYTES[spec.dtype], known).hex()
+    if found != entry["digest"]:
+        raise PlanError(f"{spec.name}: digest {found} arrived, {entry['digest']} was sent")
 
 
 @dataclass
@@ -174,16 +177,15 @@ class SpecdraftTrainerEngine(TrainerWeightTransferEngine[SpecdraftTrainerInitInf
                 raise PlanError(
                     f"the source gives {name} {list(tensor.shape)} where its metadata has {spec.name} {list(spec.shape)}"
                 )
-            whole = Item(model=0, tensor=index, start=(0,) * tensor.ndim, source=tensor, dtype=TORCH_DTYPES[spec.dtype])
-            sender.send([whole])
-            found = whole.piece().digest.hex()
-            entry = {
-                "name": name,
-                "dtype": spec.dtype,
-                "shape": list(spec.shape),
-                "offset": layout.offsets[0][index],
-                "digest": found,
-            }
+            known = {}
+            for start, shape in blocks(spec.shape, itemsize=ITEM_BYTES[spec.dtype]):
+                part = tensor[place(start, shape)]
+                block = Item(model=0, tensor=index, start=start, source=part, dtype=TORCH_DTYPES[spec.dtype])
+                sender.send([block])
+                known[start, shape] = block.piece().digest
+            begin, count = layout.offsets[0][index], layout.tensor_bytes(0, index)
+            found = tensor_digest(staging.memory[begin : begin + count], spec.shape, ITEM_BYTES[spec.dtype], known)
+            entry = {"name": name, "dtype": spec.dtype, "shape": list(spec.shape), "offset": begin, "digest": found.hex()}
             tensors.append(entry)
         return {"path": str(staging.path), "bytes": staging.nbytes, "tensors": tensors}
 

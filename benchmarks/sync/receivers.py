@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from trainer_bridge.carriers.sending import TORCH_DTYPES, bytes_of
-from trainer_bridge.digest import digest
+from trainer_bridge.digest import tensor_digest
 from vllm_specdraft.demo.session import SessionError
 from vllm_specdraft.sync_process import Pipe
 
@@ -94,5 +94,6 @@ class ReceiverProcess:
             entry = entries[name]
             sent = bytes_of(tensor.to(TORCH_DTYPES[entry["dtype"]]).contiguous())
             staged = memory[entry["offset"] : entry["offset"] + sent.size]
-            if not digest(sent).hex() == digest(staged).hex() == entry["digest"]:
+            shape, itemsize = tuple(entry["shape"]), TORCH_DTYPES[entry["dtype"]].itemsize
+            if {tensor_digest(data, shape, itemsize).hex() for data in (sent, staged)} != {entry["digest"]}:
                 raise SessionError(f"the bytes of {name} are not those that were sent")
