@@ -127,7 +127,7 @@ class WorkerAgent:
 
     def wait_s(self) -> float:
         """How long the worker may wait for a message before `window_open`, in seconds."""
-        if self.idle.state is IdleState.BUSY or not self._may_learn():
+        if self.idle.state is IdleState.BUSY or not (self._tidy or self._may_learn()):
             return STATUS_INTERVAL_S
         return self.idle.opens_in_s
 
@@ -144,6 +144,10 @@ class WorkerAgent:
             elif self._may_learn():
                 self._learn()
         self.write_status()
+
+    def memory_freed(self) -> None:
+        """Much was freed outside of a round of requests: give it back when there is time."""
+        self._tidy = True
 
     def _learn(self) -> None:
         try:

@@ -49,6 +49,9 @@ class Agent(Protocol):
     learning_stopped: str | None
     last_error: str | None
 
+    def memory_freed(self) -> None:
+        """Give memory back when there is time."""
+
     def write_status(self, *, force: bool = False) -> None:
         """Tell the API server."""
 
@@ -73,8 +76,9 @@ class PolicyLead:
             if request["op"] == "open":
                 self.updates.open(request["manifest"])
             elif request["op"] == "build":
-                # An engine that rests may be kept longer, by one slice.
-                limit_ms = self._agent.config.build_ms if self._agent.idle.state is IdleState.BUSY else self._agent.config.slice_ms
+                # An engine that rests may be kept longer, by one slice. Between two steps of a running one it only cools.
+                rests = self._agent.idle.state is IdleState.OPEN
+                limit_ms = self._agent.config.slice_ms if rests else self._agent.config.build_ms
                 done, total, built = self.updates.build(self._ranks.share(lambda: 1e-3 * limit_ms))
                 return {"done": done, "total": total, "built": built}
             elif request["op"] == "discard":
@@ -136,6 +140,7 @@ class PolicyLead:
             )
         swap_ms = 1e3 * (time.perf_counter() - began)
         # From here on it serves, and nothing below may fail.
+        self._agent.memory_freed()
         if changed:
             self._target_changed(version, digest, frozen_target(self._runner, self._ranks))
         record = self._draft_came(draft, prepared, origin, swap_ms) if draft is not None and prepared is not None else {}

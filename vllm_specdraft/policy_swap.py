@@ -16,6 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 Reader = Callable[[], torch.Tensor]
 """Gives one whole tensor on the CPU, as it came over the wire."""
 
+_LARGE_BYTES = 16 << 20
+"""Layers from this size on are begun with almost a whole budget, not with what others left of it."""
+_FRESH = 0.9
 _NAMED = 8
 """Tensors that an error names; of the others it gives the number."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -60,6 +64,10 @@ class _Layer:
     name: str
     parameters: tuple[_Parameter, ...]
 
+    def elements(self) -> int:
+        """Of its weights, whole."""
+        return sum(prod(shape) for parameter in self.parameters for shape in parameter.shapes)
+
     def needed(self) -> list[str]:
         """Names of the tensors of an update that it is made of."""
         return [key for parameter in self.parameters for key in parameter.keys]
@@ -75,12 +83,12 @@ class Replaced:
 class Build:
     """One set of weights on its way. Dropping it before it is put in frees everything it made."""
 
-    def __init__(self, shadow: Shadow, pieces: Generator[int, None, Entries], total: int) -> None:
+    def __init__(self, shadow: Shadow, pieces: Generator[int | None, None, Entries], total: int) -> None:
         self.done = 0
         """Tensors built and checked."""
         self.total = total
         """Tensors that there are to build."""
-        self._pieces: Generator[int, None, Entries] | None = pieces
+        self._pieces: Generator[int | None, None, Entries] | None = pieces
         self._entries: Entries | None = None
         self._over = ""
         # Runs once: at the end of the building, or when this object goes.
@@ -97,12 +105,14 @@ class Build:
             return True
         if self._pieces is None:
             raise PolicySwapError(self._over)
-        deadline = time.perf_counter() + budget_s
+        began = time.perf_counter()
         try:
             with torch.inference_mode(False), torch.no_grad():
                 while True:
-                    self.done += next(self._pieces)
-                    if time.perf_counter() >= deadline:
+                    finished = next(self._pieces)
+                    self.done += finished or 0
+                    left = _FRESH if finished is None else 0.0
+                    if time.perf_counter() - began >= (1 - left) * budget_s:
                         return False
         except StopIteration as end:
             self._entries = end.value
@@ -148,7 +158,8 @@ class PolicySwap:
         Raises `PolicySwapError` when tensors are missing or nobody takes them.
         """
         if self._layers is None:
-            self._layers = tuple(_layers_of(self._target))
+            # The largest first: they find room where the weights before the last ones lay, and the small ones fill what is left.
+            self._layers = tuple(sorted(_layers_of(self._target), key=_Layer.elements, reverse=True))
         readers, wanted = dict(weights), {key for layer in self._layers for key in layer.needed()}
         if len(readers) < len(weights):
             twice = [name for name, count in Counter(name for name, _ in weights).items() if count > 1]
@@ -223,10 +234,14 @@ def _layers_of(target: nn.Module) -> Iterable[_Layer]:
             yield _Layer(name=name, parameters=tuple(parameters))
 
 
-def _build(shadow: Shadow, layers: Sequence[_Layer], readers: Mapping[str, Reader], config: Any) -> Generator[int, None, Entries]:
-    """Yields after each piece of work how many tensors it finished; returns what is to be put in."""
+def _build(
+    shadow: Shadow, layers: Sequence[_Layer], readers: Mapping[str, Reader], config: Any
+) -> Generator[int | None, None, Entries]:
+    """Yields after each piece of work how many tensors it finished, None before a long one; returns what is to be put in."""
     built: set[str] = set()
     for layer in layers:
+        if config.model_config.dtype.itemsize * layer.elements() >= _LARGE_BYTES:
+            yield None
         given = {key: _read(key, readers[key], shape) for key, shape in _shapes(layer)}
         _load(shadow, layer, given, config)
         yield 0

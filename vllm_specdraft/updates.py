@@ -17,6 +17,7 @@ from trainer_bridge.digest import digest, tensor_digest
 from trainer_bridge.errors import BridgeError
 from trainer_bridge.staging import Mapping as StagingMapping
 from vllm_specdraft import preflight
+from vllm_specdraft.heap import Heap
 from vllm_specdraft.policy_swap import Build, PolicySwap, PolicySwapError, Replaced
 from vllm_specdraft.ranks import Ranks
 from vllm_specdraft.swap import DraftSwap
@@ -55,6 +56,10 @@ class PolicyUpdates:
         self.target_digest = ""
         """Of the weights that the open update brings."""
         self.previous: Previous | None = None
+        # Weights that serve no more, until others are built in their memory: pages that the system had meanwhile come back when
+        # they are written to, and packing one large layer then takes ten times as long.
+        self._spare: Replaced | None = None
+        self._heap = Heap()
 
     def open(self, manifest: dict[str, Any]) -> None:
         """Start to build a verified update. One that was under way is dropped."""
@@ -63,7 +68,8 @@ class PolicyUpdates:
 
         def start() -> None:
             need = self._item_bytes * sum(prod(entry["shape"]) for entry in manifest["target"]) // self._ranks.size
-            if (free := preflight.available_bytes()) < need + SPARE_BYTES:
+            self._spare = None
+            if (free := preflight.available_bytes() + self._heap.free_bytes()) < need + SPARE_BYTES:
                 raise MemoryError(
                     f"the new weights are built beside the old ones: {need / 1e6:.0f} MB, and {free / 1e6:.0f} MB are free; "
                     "make the KV cache (--kv-gib) or the replay (--replay-mb) smaller"
@@ -115,9 +121,11 @@ class PolicyUpdates:
         self._swap_draft(draft, replaced)
         self.discard()
         if replaced is not None:
+            self._spare, before = replaced, self.previous
             self.previous = None
             if self._keep:
                 self.previous = Previous(version=version, replaced=replaced, draft=served, digest=target_digest)
+                self._spare = before.replaced if before is not None else None
         return replaced is not None
 
     def roll_back(self, draft: Mapping[str, torch.Tensor] | None) -> None:
@@ -128,7 +136,7 @@ class PolicyUpdates:
         replaced = self._together(lambda: self._policy.restore(previous.replaced))
         self._swap_draft(draft, replaced)
         self.discard()
-        self.previous = None
+        self.previous, self._spare = None, replaced
 
     def _swap_draft(self, draft: Mapping[str, torch.Tensor] | None, replaced: Replaced | None) -> None:
         if draft is None:
