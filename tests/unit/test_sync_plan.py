@@ -188,7 +188,7 @@ def test_a_tensors_digest_does_not_depend_on_how_it_travelled(monkeypatch: pytes
     whole = tensor_digest(data, shape, 4)
     boxes = list(planning.blocks(shape, itemsize=4))
     known = {box: digest(np.ascontiguousarray(words.reshape(shape)[planning.place(*box)])) for box in boxes}
-    assert len(boxes) > 10
+    assert len(boxes) == 10
     assert tensor_digest(np.zeros(0, np.uint8), shape, 4, known) == whole
     # Boxes that are no blocks, those of other ranks say, are of no use and do no harm.
     assert tensor_digest(data, shape, 4, {((0, 0, 0), (5, 3, 1)): bytes(16)}) == whole
