@@ -40,6 +40,17 @@ REGROUPED_FP64 = Tolerance(
     relative=1e-10,
     reason="packing and splitting only change the order of fp64 sums; a label counted twice or left out is a whole label",
 )
+NARROW_PRODUCTS = {
+    torch.float32: Tolerance(
+        relative=1e-5,
+        reason="factors of fp64 layers rounded to 24 bits, 6e-8 each, sums of tens of terms; a wrong factor by over 1e-1",
+    ),
+    torch.bfloat16: Tolerance(
+        relative=2e-2,
+        reason="both factors and the product rounded to 8 bits, 4e-3 each, which sums do not add up; a wrong factor by over 1e-1",
+    ),
+}
+"""By the dtype of the factors."""
 
 DISTILL_FP64 = Tolerance(
     relative=1e-10,

@@ -16,6 +16,9 @@ ENVIRONMENT = "SPECDRAFT_CONFIG"
 """Environment variable that holds the config as JSON. Where it is absent the plugin does nothing at all."""
 
 
+LEARN_DTYPES = ("auto", "float32", "bfloat16")
+
+
 class SettingsError(ValueError):
     """A setting is unknown or out of range."""
 
@@ -48,6 +51,9 @@ class EngineConfig:
     """Share of the anchors, drawn anew each time, that is trained beyond the first pass."""
     batch_samples: int = 2
     """Samples per optimizer step."""
+    learn_dtype: str = "auto"
+    """Dtype of the factors of training's matrix products, one of `LEARN_DTYPES`; ``auto``: bfloat16 where this processor multiplies
+    in it. Weights, optimizer and sums are fp32 in any case."""
     learning_rate: float = 1e-3
     """Peak learning rate of AdamW."""
     warmup_steps: int = 20
@@ -111,6 +117,8 @@ class EngineConfig:
             raise SettingsError(f"held_out_share is {self.held_out_share}, must lie between 0 and 1")
         if not 0 < self.deep_anchor_share <= 1:
             raise SettingsError(f"deep_anchor_share is {self.deep_anchor_share}, must lie in (0, 1]")
+        if self.learn_dtype not in LEARN_DTYPES:
+            raise SettingsError(f"learn_dtype is {self.learn_dtype!r}, must be one of {', '.join(LEARN_DTYPES)}")
         if not 0 <= self.long_quota < 1:
             raise SettingsError(f"long_quota is {self.long_quota}, must lie in [0, 1)")
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_bridge.draft import checkpoint
+from trainer_bridge.draft import checkpoint, products
 from trainer_bridge.draft.interface import Acceptance, DraftType, FrozenTarget, Objective
 from trainer_bridge.draft.packing import DeepAnchors, microbatches
 from trainer_bridge.errors import SampleError
@@ -118,6 +118,7 @@ class Learner:
         self.gate = Gate(min_gain=config.publish_min_gain)
         self._patience = Patience(evaluations=config.patience_evaluations)
         self._deep = DeepAnchors(share=config.deep_anchor_share, random=torch.Generator().manual_seed(config.seed))
+        self._dtype = _product_dtype(config.learn_dtype)
         self._budget = AnchorBudget(config.slice_ms)
         self._losses: deque[float] = deque(maxlen=20)
         self._piece_ms: deque[float] = deque(maxlen=1000)
@@ -323,12 +324,16 @@ class Learner:
         ]
         normalisers = sum((batch.label_counts() for _, batch in batches), torch.zeros(passes, dtype=torch.int64))
         self._optimizer.zero_grad(set_to_none=True)
+        # For this step: at its end the weights change.
+        narrow = products.Narrow(self._dtype)
         for objective, batch in batches:
             slowest = 0.0
             pieces = objective.pieces(batch, normalisers)
             while True:
                 began = time.perf_counter()
-                if next(pieces, StopIteration) is StopIteration:
+                with narrow:
+                    over = next(pieces, StopIteration) is StopIteration
+                if over:
                     break
                 slowest = max(slowest, 1e3 * (time.perf_counter() - began))
                 yield
@@ -384,6 +389,11 @@ class Learner:
             if served is self._served_model:
                 self.candidate = Candidate(state=candidate, digest=digest, verdict=verdict)
         yield
+
+
+def _product_dtype(learn_dtype: str) -> torch.dtype | None:
+    """Of the products' factors; None: as they are."""
+    return products.fastest() if learn_dtype == "auto" else {"float32": None, "bfloat16": torch.bfloat16}[learn_dtype]
 
 
 def _by_policy(samples: Sequence[TapSample]) -> dict[int, list[TapSample]]:

@@ -24,7 +24,7 @@ import psutil
 from trainer_bridge.config import check_address
 from vllm_specdraft import cpu, embedded, engine_options, failures, preflight, security
 from vllm_specdraft import target as targets
-from vllm_specdraft.config import ENVIRONMENT, EngineConfig, SettingsError
+from vllm_specdraft.config import ENVIRONMENT, LEARN_DTYPES, EngineConfig, SettingsError
 from vllm_specdraft.console import Console
 from vllm_specdraft.engine_options import EngineOptions
 
@@ -79,6 +79,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-auto-publish", action="store_true", help="train, but swap only when asked over HTTP")
     parser.add_argument("--slice-ms", type=float, default=100.0, help="longest slice of training, in ms (default: 100)")
     parser.add_argument("--replay-mb", type=float, default=1024.0, help="bound of the replay buffer, in MB (default: 1024)")
+    parser.add_argument(
+        "--learn-dtype", choices=LEARN_DTYPES, default="auto",
+        help="dtype of the factors of training's matrix products (default: auto, bfloat16 where the processor multiplies in it)",
+    )  # fmt: skip
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="peak learning rate of the draft (default: 1e-3)")
     parser.add_argument("--kv-gib", type=int, help="KV cache of the CPU engine, in GiB (default: by free memory)")
     parser.add_argument("--state-dir", type=Path, help="directory of the status file (default: a new temporary one)")
@@ -278,6 +282,7 @@ def _plugin_environment(args: argparse.Namespace, draft: Path, environ: Mapping[
         auto_publish=not args.no_auto_publish,
         slice_ms=args.slice_ms,
         replay_bytes=int(args.replay_mb * 1e6),
+        learn_dtype=args.learn_dtype,
         learning_rate=args.learning_rate,
         checkpoint_dir=str(args.checkpoint_dir.absolute()) if args.checkpoint_dir is not None else None,
         checkpoint_interval_s=args.checkpoint_seconds,

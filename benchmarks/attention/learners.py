@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.attention.padded import PaddedBatch, loss_of
-from trainer_bridge.draft import checkpoint, registry
+from trainer_bridge.draft import checkpoint, products, registry
 from trainer_bridge.draft.packing import pack
 from trainer_bridge.taps import TapSample
 from vllm_specdraft import drafts
@@ -29,6 +29,7 @@ class Speeds:
 
     padded: list[float] = field(default_factory=list)
     learner: list[float] = field(default_factory=list)
+    fp32: list[float] = field(default_factory=list)
     sampled: list[float] = field(default_factory=list)
 
     def ratio(self, of: str, to: str) -> float:
@@ -49,19 +50,24 @@ class Learners:
         self.samples, self.held_out = list(samples[:-held_out]), list(samples[-held_out:])
 
     def largest_difference(self) -> float:
-        """Largest relative difference of a gradient between the two ways, on one padded batch."""
-        gradients = []
-        for way in ("padded", "pieces"):
-            model, _ = self._kind.load(self._draft)
-            part = self.samples[:PADDED_ROWS]
-            if way == "padded":
-                loss_of(model, self.target, PaddedBatch.of(part), passes=PASSES, pass_decay=DECAY).backward()
-            else:
-                batch = pack(part, PASSES)
-                for _ in self._kind.objective(model, self.target, passes=PASSES).pieces(batch, batch.label_counts()):
-                    pass
-            gradients.append([parameter.grad for parameter in model.parameters()])
-        return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(*gradients, strict=True))
+        """Largest relative difference of a gradient between the two ways, on one padded batch, all in fp32."""
+        model, _ = self._kind.load(self._draft)
+        loss_of(model, self.target, PaddedBatch.of(self.samples[:PADDED_ROWS]), passes=PASSES, pass_decay=DECAY).backward()
+        pairs = zip(model.parameters(), self._gradients(None), strict=True)
+        return max(float((parameter.grad - b).abs().max() / parameter.grad.abs().max()) for parameter, b in pairs)
+
+    def least_cosine(self, dtype: torch.dtype) -> float:
+        """Least cosine of a gradient with the same in fp32, where products are taken in `dtype`."""
+        pairs = zip(self._gradients(None), self._gradients(dtype), strict=True)
+        return min(float(torch.cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0)) for a, b in pairs)
+
+    def _gradients(self, dtype: torch.dtype | None) -> list[torch.Tensor]:
+        model, _ = self._kind.load(self._draft)
+        batch = pack(self.samples[:PADDED_ROWS], PASSES)
+        with products.Narrow(dtype):
+            for _ in self._kind.objective(model, self.target, passes=PASSES).pieces(batch, batch.label_counts()):
+                pass
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
     def padded_tokens_per_s(self) -> float:
         """The plain way: padded rows, dense scores."""

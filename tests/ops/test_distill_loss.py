@@ -27,7 +27,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.builders import generator
-from tests.tolerances import DISTILL_BF16, DISTILL_FP16, DISTILL_FP32, DISTILL_FP64, REGROUPED_FP64, Tolerance, assert_close
+from tests.tolerances import (
+    DISTILL_BF16,
+    DISTILL_FP16,
+    DISTILL_FP32,
+    DISTILL_FP64,
+    NARROW_PRODUCTS,
+    REGROUPED_FP64,
+    Tolerance,
+    assert_close,
+)
 
 CHUNKED = ("torch", "triton")
 TILE = 8
@@ -310,6 +319,20 @@ def test_autocast_changes_nothing(backend: str) -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("backend", CHUNKED)
+@pytest.mark.parametrize("dtype", NARROW_PRODUCTS)
+def test_gradients_from_narrow_products(backend: str, dtype: torch.dtype) -> None:
+    """The loss does not change by a bit."""
+    c = case(13, 29, shared=True, kept=True, weighted=1)
+    c = c.to(torch.float32) if dtype is torch.bfloat16 else c
+    expected = c.run("states", backend=backend, chunk_rows=5)
+    found = c.run("states", backend=backend, chunk_rows=5, gradient_dtype=dtype)
+    assert torch.equal(found[0], expected[0])
+    for name, mine, theirs in zip(NAMES[1:], found[1:], expected[1:], strict=True):
+        assert mine.dtype == theirs.dtype and not torch.equal(mine, theirs)
+        assert_close(mine, theirs, NARROW_PRODUCTS[dtype], name)
+
+
 REFUSED: dict[str, tuple[Callable[[Case], Any], str]] = {
     "width": (lambda c: distill_loss(c.hidden[:, :3], c.head, c.teacher("logits"), normaliser=1), r"hidden is \[6, 3\] and head"),
     "dtype": (lambda c: distill_loss(c.hidden.float(), c.head, c.teacher("logits"), normaliser=1), "hidden is torch.float32"),
@@ -324,6 +347,7 @@ REFUSED: dict[str, tuple[Callable[[Case], Any], str]] = {
     "nothing to divide by": (lambda c: c.run("logits", normaliser=0), "normaliser is 0.0, needed is a number above 0"),
     "normalisers": (lambda c: c.run("logits", normaliser=torch.ones(2)), r"normaliser is a tensor of shape \[2\]"),
     "backend": (lambda c: c.run("logits", backend="cuda"), "'cuda' is none of naive, torch, triton"),
+    "gradient dtype": (lambda c: c.run("logits", backend="naive", gradient_dtype=torch.bfloat16), "every product in the inputs'"),
     "no vocabulary": (lambda c: replace(c, head=c.head[:0]).run("logits", kept=c.kept[:0]), "the head has no rows"),
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from vllm_specdraft import plugin
-from vllm_specdraft.config import ENVIRONMENT, EngineConfig, SettingsError
+from vllm_specdraft.config import ENVIRONMENT, LEARN_DTYPES, EngineConfig, SettingsError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PLACES = {"draft_dir": "/drafts/one", "state_dir": "/state"}
@@ -30,6 +30,8 @@ def other_value(field: dataclasses.Field[Any]) -> Any:
     default = getattr(config(), field.name)
     if isinstance(default, bool):
         return not default
+    if field.name == "learn_dtype":
+        return LEARN_DTYPES[-1]
     if isinstance(default, str):
         return default + "-2"
     if default is None:
@@ -50,6 +52,11 @@ def test_every_setting_survives_the_way_through_the_environment(monkeypatch: pyt
 
 def test_equal_configs_have_equal_texts() -> None:
     assert config(seed=3).to_json() == EngineConfig(seed=3, state_dir="/state", draft_dir="/drafts/one").to_json()
+
+
+def test_a_dtype_that_is_none_of_them_is_refused() -> None:
+    with pytest.raises(SettingsError, match="learn_dtype is 'fp8', must be one of auto, float32, bfloat16"):
+        config(learn_dtype="fp8")
 
 
 @pytest.mark.parametrize("text", [None, ""])

@@ -25,6 +25,7 @@ def distill_loss(
     kept: torch.Tensor | None = None,
     chunk_rows: int = 512,
     group: dist.ProcessGroup | None = None,
+    gradient_dtype: torch.dtype | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
     """Soft cross-entropy of the draft against its teacher: forward KL, up to the teacher's own entropy.
@@ -49,6 +50,8 @@ def distill_loss(
             (`kept` counts within the columns passed); slices may differ in size. All other arguments, and which of hidden
             and head require a gradient, have to be the same on every rank. Each gets the whole loss, the whole gradient of
             `hidden` and that of its own slice of `head`.
+        gradient_dtype: of the factors of the two products that make the gradients, bf16 say on a processor that is faster in it;
+            the inputs' own by default. The loss does not depend on it.
         backend: one of `BACKENDS`. By default `triton` for CUDA tensors and `torch` for all others.
 
     Returns:
@@ -73,6 +76,8 @@ def distill_loss(
         raise ValueError("the head has no rows: an empty slice of the vocabulary needs a group that holds the rest")
     if backend == "naive" and group is not None:
         raise ValueError("backend 'naive' holds the whole vocabulary and knows no group: pass backend='torch' or 'triton'")
+    if backend == "naive" and gradient_dtype is not None:
+        raise ValueError(f"backend 'naive' takes every product in the inputs' dtype, not in {gradient_dtype}: pass another backend")
     rows, teacher_rows = _rows_that_count(hidden, teacher, weights)
     _check_range("the teacher's row", teacher_rows, teacher.shape[0])
     if kept is not None:
@@ -86,6 +91,7 @@ def distill_loss(
         plan = Plan(
             read=reader(teacher, kept, dtype), rows=rows, teacher_rows=teacher_rows, scale=counted / divisor,
             chunk_rows=chunk_rows, group=group, chunk=_chunk_of(backend, hidden.device),
+            gradient_dtype=gradient_dtype,
         )  # fmt: skip
         return chunked_loss(hidden, head, plan)
 

@@ -37,6 +37,8 @@ class Plan:
     chunk_rows: int
     group: dist.ProcessGroup | None
     chunk: type[Chunk]
+    gradient_dtype: torch.dtype | None
+    """Of the factors of the products that make the gradients; None: the inputs' own."""
 
 
 def _loss_and_gradients(
@@ -47,6 +49,8 @@ def _loss_and_gradients(
     d_hidden = torch.zeros_like(hidden, dtype=dtype) if wants_hidden else None
     d_head = torch.zeros_like(head, dtype=dtype) if wants_head else None
     losses = torch.empty_like(plan.scale)
+    narrow = plan.gradient_dtype
+    factor = head if narrow is None or d_hidden is None else head.to(narrow)
     for start in range(0, count, plan.chunk_rows):
         part = slice(start, start + plan.chunk_rows)
         rows, scale = plan.rows[part], plan.scale[part]
@@ -58,9 +62,9 @@ def _loss_and_gradients(
             continue
         gradient = chunk.gradient(whole, scale)
         if d_hidden is not None:
-            d_hidden[rows] = matmuls.into_hidden(gradient, head)
+            d_hidden[rows] = matmuls.into_hidden(gradient, factor, narrow)
         if d_head is not None:
-            matmuls.add_into_head(d_head, gradient, inputs)
+            matmuls.add_into_head(d_head, gradient, inputs, narrow)
     if d_hidden is not None and plan.group is not None:
         dist.all_reduce(d_hidden, group=plan.group)
     return losses.sum(), d_hidden, d_head

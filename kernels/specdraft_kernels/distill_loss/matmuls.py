@@ -33,8 +33,10 @@ def scores(hidden: torch.Tensor, head: torch.Tensor, dtype: torch.dtype) -> torc
     return out
 
 
-def into_hidden(gradient: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-    """Gradient ``[R, H]`` of the hidden states from that of the logits ``[R, V]`` and ``head [V, H]``."""
+def into_hidden(gradient: torch.Tensor, head: torch.Tensor, narrow: torch.dtype | None = None) -> torch.Tensor:
+    """Gradient ``[R, H]`` of the hidden states from that of the logits ``[R, V]`` and ``head [V, H]``; both factors `narrow`."""
+    if narrow is not None:
+        return (gradient.to(narrow) @ head.to(narrow)).to(gradient.dtype)
     if head.dtype == gradient.dtype:
         return gradient @ head
     if _on_tensor_cores(head, gradient.dtype):
@@ -45,11 +47,14 @@ def into_hidden(gradient: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def add_into_head(out: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Add to ``out [V, H]`` the head's gradient from that of the logits ``[R, V]`` and ``hidden [R, H]``."""
+def add_into_head(out: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor, narrow: torch.dtype | None = None) -> None:
+    """Add to ``out [V, H]`` the head's gradient from that of the logits ``[R, V]`` and ``hidden [R, H]``; both factors `narrow`."""
+    if narrow is not None:
+        out.add_(gradient.to(narrow).T @ hidden.to(narrow))
+        return
     if not _on_tensor_cores(hidden, out.dtype):
         out.addmm_(gradient.T, hidden.to(out.dtype))
         return
-    narrow = gradient.to(hidden.dtype)
-    for rows, columns in zip(out.split(_BLOCK), narrow.split(_BLOCK, dim=1), strict=True):
+    short = gradient.to(hidden.dtype)
+    for rows, columns in zip(out.split(_BLOCK), short.split(_BLOCK, dim=1), strict=True):
         rows.add_(torch.mm(columns.T, hidden, out_dtype=out.dtype))

@@ -10,11 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer_bridge.draft import rope, vocab
-
-
-def linear(inputs: int, outputs: int) -> nn.Linear:
-    """A linear layer without bias, as all of this architecture."""
-    return nn.Linear(inputs, outputs, bias=False)
+from trainer_bridge.draft.products import Linear
 
 
 class Attention(nn.Module):
@@ -22,10 +18,10 @@ class Attention(nn.Module):
 
     def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.q_proj = linear(2 * hidden, heads * head_dim)
-        self.k_proj = linear(2 * hidden, kv_heads * head_dim)
-        self.v_proj = linear(2 * hidden, kv_heads * head_dim)
-        self.o_proj = linear(heads * head_dim, hidden)
+        self.q_proj = Linear(2 * hidden, heads * head_dim)
+        self.k_proj = Linear(2 * hidden, kv_heads * head_dim)
+        self.v_proj = Linear(2 * hidden, kv_heads * head_dim)
+        self.o_proj = Linear(heads * head_dim, hidden)
 
 
 class MLP(nn.Module):
@@ -33,9 +29,9 @@ class MLP(nn.Module):
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
-        self.gate_proj = linear(hidden, inner)
-        self.up_proj = linear(hidden, inner)
-        self.down_proj = linear(inner, hidden)
+        self.gate_proj = Linear(hidden, inner)
+        self.up_proj = Linear(hidden, inner)
+        self.down_proj = Linear(inner, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., hidden]`` to ``[..., hidden]``."""
@@ -71,10 +67,10 @@ class Eagle3Draft(nn.Module):
         self.head_dim = config["head_dim"]
         self.vocab_size, self.draft_vocab_size = config["vocab_size"], config["draft_vocab_size"]
         eps = config["rms_norm_eps"]
-        self.fc = linear(len(config["eagle_aux_hidden_state_layer_ids"]) * hidden, hidden)
+        self.fc = Linear(len(config["eagle_aux_hidden_state_layer_ids"]) * hidden, hidden)
         self.midlayer = MidLayer(hidden, config["intermediate_size"], self.heads, self.kv_heads, self.head_dim, eps)
         self.norm = nn.RMSNorm(hidden, eps=eps)
-        self.lm_head = linear(hidden, self.draft_vocab_size)
+        self.lm_head = Linear(hidden, self.draft_vocab_size)
         self.register_buffer("d2t", torch.zeros(self.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(self.vocab_size, dtype=torch.bool))
         frequency, self._rotary_factor = rope.frequencies(rope.parameters_of(config), self.head_dim)

@@ -16,6 +16,7 @@ import torch
 from specdraft_kernels.branch_attention import branch_attention
 from specdraft_kernels.distill_loss import TeacherLogits, distill_loss
 
+from trainer_bridge.draft import products
 from trainer_bridge.draft.eagle3.model import Eagle3Draft
 from trainer_bridge.draft.interface import Acceptance, FrozenTarget, Objective
 from trainer_bridge.draft.packing import PackedBatch
@@ -187,6 +188,7 @@ class TrainingTimeTest(Objective):
                 self.model.lm_head.weight,
                 TeacherLogits(teacher, row=row[labelled]),
                 normaliser=1 / scale,
+                gradient_dtype=products.dtype(),
             )
             # Also where no label is left: a pass whose anchors have labels in later passes only.
             (loss + 0.0 * hidden.sum()).backward()
