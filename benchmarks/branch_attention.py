@@ -91,10 +91,13 @@ def learning(say: Any, options: argparse.Namespace) -> dict[str, Any]:
                 f"tokens/s: plain {speeds.padded[-1]:.0f}, learner {speeds.learner[-1]:.0f} (all in fp32 {speeds.fp32[-1]:.0f}), "
                 f"25% of the anchors {speeds.sampled[-1]:.0f}"
             )
+        for name, gain in learners.gains().items():
+            say(f"{name}: {gain:.2f} times as many tokens per second, alone and in fp32")
         say(f"learner, all in fp32, against the plain way: {speeds.ratio('fp32', 'padded'):.3f}")
         for name, settings in (("as it is", {}), ("all in fp32", {"learn_dtype": "float32"}), ("25%", {"deep_anchor_share": 0.25})):
             reached = learners.accepted_after(options.learn_s, **settings)
             say(f"accepted length after {options.learn_s:g} s of learning, {name}: {reached:.3f}")
+        say(f"accepted length after {options.learn_s:g} s of the plain way: {learners.accepted_after_padded(options.learn_s):.3f}")
     return {
         "learner_vs_naive": round(speeds.ratio("learner", "padded"), 3),
         "sampled_anchor_speedup": round(speeds.ratio("sampled", "learner"), 3),
