@@ -28,6 +28,7 @@ from trainer_bridge.staging import Staging, host_id
 logger = logging.getLogger(__name__)
 
 _POLL_MS = 200
+_POSTED_AT_ONCE = 16
 _SLACK_BYTES = 1 << 20
 _MOST_CLIENTS = 4096
 """Connections that are remembered; the oldest go first, and may say hello again."""
@@ -103,13 +104,13 @@ class Receiver:
         poller.register(self._wake, zmq.POLLIN)
         try:
             while not self._stopping.is_set():
-                ready = dict(poller.poll(_POLL_MS))
+                ready = dict(poller.poll(0 if self._posted else _POLL_MS))
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
-                while self._posted:
+                # A bounded number, so that a trainer whose pieces take long to check is heard meanwhile.
+                for _ in range(min(len(self._posted), _POSTED_AT_ONCE)):
                     self._posted.popleft()()
-                if self._socket in ready:
-                    self._receive()
+                self._receive()
                 self._exchange.tick()
         finally:
             self._close()

@@ -77,9 +77,9 @@ class WorkerAgent:
         version = int(self._model_config.get(learner_state.VERSION_KEY, 0))
         self.slots = DraftSlots(state, version=version, rollbacks=saved.rollbacks if saved else 0)
         self.swapper = DraftSwap(runner)
-        self.policy = PolicyLead(
-            self, runner, ranks, PolicyUpdates(runner, ranks, self.swapper, keep_previous=config.keep_previous)
-        )
+        self._heap = Heap()
+        updates = PolicyUpdates(runner, ranks, self.swapper, self._heap, keep_previous=config.keep_previous)
+        self.policy = PolicyLead(self, runner, ranks, updates)
         self.draft_policy_version = config.policy_version
         """Policy that the served draft was made for, or learned from last."""
         self.idle = IdleMonitor(config.cool_ms / 1e3)
@@ -93,8 +93,7 @@ class WorkerAgent:
         self.last_error: str | None = None
         self.learning_stopped: str | None = None
         self.rollback_wanted: int | None = None
-        self.on_probation = self._round_open = self._tidy = False
-        self._heap = Heap()
+        self.on_probation = self._round_open = False
         self._rollback_failures = 0
         self._status_due = 0.0
         self._step_began = 0.0
@@ -127,7 +126,7 @@ class WorkerAgent:
 
     def wait_s(self) -> float:
         """How long the worker may wait for a message before `window_open`, in seconds."""
-        if self.idle.state is IdleState.BUSY or not (self._tidy or self._may_learn()):
+        if self.idle.state is IdleState.BUSY or not (self._heap.wanted or self._may_learn()):
             return STATUS_INTERVAL_S
         return self.idle.opens_in_s
 
@@ -137,17 +136,13 @@ class WorkerAgent:
             if self._round_open:
                 self._round_open = False
                 self.replay.round_ended()
-                self._tidy = True
-            if self._tidy:
-                # A piece at a time, as with learning: a request may come.
-                self._tidy = self._heap.give_back()
+                self._heap.wanted = True
+            if self._heap.wanted and not self.policy.updates.building:
+                # A piece at a time, as with learning: a request may come. A build is about to use what is free.
+                self._heap.tidy()
             elif self._may_learn():
                 self._learn()
         self.write_status()
-
-    def memory_freed(self) -> None:
-        """Much was freed outside of a round of requests: give it back when there is time."""
-        self._tidy = True
 
     def _learn(self) -> None:
         try:

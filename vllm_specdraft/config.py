@@ -53,7 +53,7 @@ class EngineConfig:
     """Samples per optimizer step."""
     learn_dtype: str = "auto"
     """Dtype of the factors of training's matrix products, one of `LEARN_DTYPES`; ``auto``: bfloat16 where this processor multiplies
-    in it. Weights, optimizer and sums are fp32 in any case."""
+    in it. Each product is rounded once; weights, optimizer and everything between are fp32 in any case."""
     learning_rate: float = 1e-3
     """Peak learning rate of AdamW."""
     warmup_steps: int = 20
@@ -94,7 +94,8 @@ class EngineConfig:
     sync_insecure: bool = False
     """Allow an address of other machines without keys, and data planes that no key protects."""
     keep_previous: bool = False
-    """Keep the weights before the last update in memory, so that a rollback can bring them back."""
+    """Keep the weights before the last update in memory, so that a rollback can bring them back: with those that serve and the room
+    for the next update, three targets."""
     teacher_versions: int = 2
     """Policies whose samples may be in the replay at once, the served one included; each older one keeps its embedding and head."""
     build_ms: float = 30.0

@@ -55,9 +55,10 @@ def choose(environ: Mapping[str, str], *, kv_gib: int | None = None, ranks: int 
         notes["VLLM_CPU_KVCACHE_SPACE"] = f"{kv_gib} (yours)"
     # Each is some hundred KB, and there is one per layer shape and batch size: with the default of 1024 memory grows for an hour.
     pick("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256", "batch sizes whose matrix kernels are kept")
-    # Left to itself, tcmalloc gives back a part of what was freed just now and is needed next (see `vllm_specdraft.heap`).
-    pick("TCMALLOC_RELEASE_RATE", "0", "freed memory goes back when the engine rests")
     libraries = preloads()
+    if any("tcmalloc" in library for library in libraries):
+        # Left to itself, tcmalloc gives back a part of what was freed just now and is needed next (see `vllm_specdraft.heap`).
+        pick("TCMALLOC_RELEASE_RATE", "0", "freed memory goes back when the engine rests")
     if libraries:
         value = ":".join([*libraries, *filter(None, [environ.get("LD_PRELOAD")])])
         chosen["LD_PRELOAD"] = value

@@ -17,6 +17,8 @@ class Heap:
     """The process's allocator, where it is tcmalloc (see `vllm_specdraft.cpu`); else it does nothing."""
 
     def __init__(self) -> None:
+        self.wanted = False
+        """Whether much was freed: what is to go back in the next quiet moment."""
         loaded = ctypes.CDLL(None)
         self._release = getattr(loaded, "MallocExtension_ReleaseToSystem", None)
         self._property = getattr(loaded, "MallocExtension_GetNumericProperty", None)
@@ -29,6 +31,10 @@ class Heap:
         if self._property is None or not self._property(_FREE, ctypes.byref(found)):
             return 0
         return found.value
+
+    def tidy(self) -> None:
+        """Give a piece back where that is wanted."""
+        self.wanted = self.wanted and self.give_back()
 
     def give_back(self, nbytes: int = PIECE_BYTES) -> bool:
         """Give at least `nbytes` back, in whole runs of free pages; whether as much is left."""

@@ -49,9 +49,6 @@ class Agent(Protocol):
     learning_stopped: str | None
     last_error: str | None
 
-    def memory_freed(self) -> None:
-        """Give memory back when there is time."""
-
     def write_status(self, *, force: bool = False) -> None:
         """Tell the API server."""
 
@@ -140,7 +137,6 @@ class PolicyLead:
             )
         swap_ms = 1e3 * (time.perf_counter() - began)
         # From here on it serves, and nothing below may fail.
-        self._agent.memory_freed()
         if changed:
             self._target_changed(version, digest, frozen_target(self._runner, self._ranks))
         record = self._draft_came(draft, prepared, origin, swap_ms) if draft is not None and prepared is not None else {}

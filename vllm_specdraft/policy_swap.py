@@ -96,7 +96,7 @@ class Build:
         self._dissolve.atexit = False
 
     def step(self, budget_s: float) -> bool:
-        """Build for about `budget_s` seconds, at least one piece: one layer's packing at the longest.
+        """Build for about `budget_s` seconds, a layer's packing longer at most; a long piece waits for the next call.
 
         Returns:
             Whether everything is built and checked. Raises `PolicySwapError`; then this build is over.

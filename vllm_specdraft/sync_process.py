@@ -30,8 +30,8 @@ from trainer_bridge.wire import Spec
 LENGTH = struct.Struct(">I")
 TIED = "the model ties its head to the embedding, whose new values decide"
 DERIVED = "it is derived from the config"
-_NICENESS = 10
-"""Where the engine wants every core, it keeps nine tenths of the one that bytes are checked on."""
+_NICENESS = 5
+"""Where the engine wants every core, it keeps three quarters of the one that bytes are checked on."""
 
 
 def plan_of(target: Path, draft: Path) -> Plan:

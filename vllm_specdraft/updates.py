@@ -46,8 +46,8 @@ class Previous:
 class PolicyUpdates:
     """The updates of one rank's target and draft."""
 
-    def __init__(self, runner: Any, ranks: Ranks, drafts: DraftSwap, *, keep_previous: bool) -> None:
-        self._ranks, self._drafts, self._keep = ranks, drafts, keep_previous
+    def __init__(self, runner: Any, ranks: Ranks, drafts: DraftSwap, heap: Heap, *, keep_previous: bool) -> None:
+        self._ranks, self._drafts, self._heap, self._keep = ranks, drafts, heap, keep_previous
         self._item_bytes = runner.model_config.dtype.itemsize
         self._policy = PolicySwap(runner)
         self._staging = StagingMapping()
@@ -59,7 +59,6 @@ class PolicyUpdates:
         # Weights that serve no more, until others are built in their memory: pages that the system had meanwhile come back when
         # they are written to, and packing one large layer then takes ten times as long.
         self._spare: Replaced | None = None
-        self._heap = Heap()
 
     def open(self, manifest: dict[str, Any]) -> None:
         """Start to build a verified update. One that was under way is dropped."""
@@ -68,8 +67,10 @@ class PolicyUpdates:
 
         def start() -> None:
             need = self._item_bytes * sum(prod(entry["shape"]) for entry in manifest["target"]) // self._ranks.size
+            # The allocator may keep what the spare weights leave, but has it for these; they are as large.
+            kept = max(self._heap.free_bytes(), need if self._spare is not None else 0)
             self._spare = None
-            if (free := preflight.available_bytes() + self._heap.free_bytes()) < need + SPARE_BYTES:
+            if (free := preflight.available_bytes() + kept) < need + SPARE_BYTES:
                 raise MemoryError(
                     f"the new weights are built beside the old ones: {need / 1e6:.0f} MB, and {free / 1e6:.0f} MB are free; "
                     "make the KV cache (--kv-gib) or the replay (--replay-mb) smaller"
@@ -80,6 +81,11 @@ class PolicyUpdates:
             self._together(start)
         self._manifest = manifest
         self.target_digest = digest("".join(entry["digest"] for entry in manifest["target"]).encode()).hex()
+
+    @property
+    def building(self) -> bool:
+        """Whether an update is being built, or waits to be put in."""
+        return self._build is not None
 
     def manifest(self) -> dict[str, Any]:
         """Of the open update. Raises `BridgeError` when none is open."""
@@ -100,6 +106,7 @@ class PolicyUpdates:
     def discard(self) -> None:
         """Drop what was built and not put in."""
         self._build = self._manifest = None
+        self._heap.wanted = True
 
     def draft(self) -> dict[str, torch.Tensor] | None:
         """A copy of the draft that came with the open update, checkpoint names; None when none came. Raises on changed bytes."""

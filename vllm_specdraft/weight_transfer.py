@@ -104,15 +104,16 @@ def _check(memory: Any, entry: dict[str, Any]) -> None:
     begin, count = entry["offset"], layout.tensor_bytes(0, 0)
     if begin < 0 or begin + count > memory.size:
         raise PlanError(f"{spec.name} would lie at bytes {begin} to {begin + count} of {memory.size}")
-    data, known = memory[begin : begin + count], {}
+    data, known, all_finite = memory[begin : begin + count], {}, True
     for start, shape in blocks(spec.shape, itemsize=ITEM_BYTES[spec.dtype]):
         words = layout.box(data, wire.Piece(0, 0, start, shape, 0, bytes(16)))
         known[start, shape], finite = digest_and_check(words, spec.dtype)
-        if not finite:
-            raise PlanError(f"{spec.name} holds NaN or infinity: the trainer's step has diverged, or a scale is missing")
+        all_finite = all_finite and finite
     found = tensor_digest(data, spec.shape, ITEM_BYTES[spec.dtype], known).hex()
     if found != entry["digest"]:
         raise PlanError(f"{spec.name}: digest {found} arrived, {entry['digest']} was sent")
+    if not all_finite:
+        raise PlanError(f"{spec.name} holds NaN or infinity: the trainer's step has diverged, or a scale is missing")
 
 
 @dataclass

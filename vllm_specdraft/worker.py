@@ -13,10 +13,13 @@ import torch
 from vllm_specdraft import compat
 from vllm_specdraft.agent import WorkerAgent
 from vllm_specdraft.config import EngineConfig
+from vllm_specdraft.heap import Heap
 from vllm_specdraft.ranks import Ranks, frozen_target
 from vllm_specdraft.swap import DraftSwap
 from vllm_specdraft.updates import PolicyUpdates
 
+_TIDY_S = 0.3
+"""Quiet time after which a follower gives memory back, a piece at a time, in seconds."""
 _agent: WorkerAgent | FollowerAgent | None = None
 
 
@@ -76,14 +79,17 @@ class FollowerAgent:
 
     def __init__(self, runner: Any, config: EngineConfig, ranks: Ranks) -> None:
         self._runner, self._ranks, self._swapper = runner, ranks, DraftSwap(runner)
-        self._updates = PolicyUpdates(runner, ranks, self._swapper, keep_previous=config.keep_previous)
+        self._heap = Heap()
+        self._updates = PolicyUpdates(runner, ranks, self._swapper, self._heap, keep_previous=config.keep_previous)
 
     def wait_s(self) -> float:
-        """How long to wait for a message: there is nothing else to do."""
-        return 3600.0
+        """How long to wait for a message: there is hardly anything else to do."""
+        return _TIDY_S if self._heap.wanted else 3600.0
 
     def window_open(self) -> None:
-        """Nothing: only the first rank learns."""
+        """Give memory back; only the first rank learns."""
+        if not self._updates.building:
+            self._heap.tidy()
 
     def close(self) -> None:
         """Nothing is held."""
@@ -101,7 +107,8 @@ class FollowerAgent:
             if request["op"] == "open":
                 self._updates.open(request["manifest"])
             elif request["op"] == "build":
-                self._updates.build(self._ranks.share(float))
+                done, total, built = self._updates.build(self._ranks.share(float))
+                return {"done": done, "total": total, "built": built}
             elif request["op"] == "discard":
                 self._updates.discard()
         return {}

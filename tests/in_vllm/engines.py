@@ -38,6 +38,26 @@ def chat_many(url: str, questions: list[str], **options: Any) -> list[list[int]]
         return list(pool.map(lambda question: chat(url, question, **options), questions))
 
 
+def complete(url: str, prompt: list[int], **options: Any) -> requests.Response:
+    """A greedy answer of 24 tokens to token ids, unless the options say otherwise."""
+    body = {
+        "model": "specdraft",
+        "prompt": prompt,
+        "max_tokens": 24,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    answer = requests.post(f"{url}/v1/completions", json={**body, **options}, timeout=120)
+    answer.raise_for_status()
+    return answer
+
+
+def tokens(url: str, prompt: list[int], **options: Any) -> list[int]:
+    """The token ids of the same."""
+    return complete(url, prompt, **options).json()["choices"][0]["token_ids"]
+
+
 def status(url: str) -> dict[str, Any]:
     """A status written after this call began."""
     asked = time.time()

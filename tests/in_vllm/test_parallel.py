@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from tests.in_vllm import tiny, tiny_engine
+from tests.in_vllm import engines, tiny, tiny_engine
 from tests.tolerances import GREEDY_TIE, TAPS_VS_HUGGING_FACE
+from trainer_bridge import connect
+from trainer_bridge.adapters.hf import hf_weights
+from trainer_bridge.errors import UpdateError
 from vllm_specdraft import drafts
+from vllm_specdraft.launch import Server
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +82,39 @@ def test_a_rank_that_fails_takes_the_swap_back_on_all(seen: dict[str, Any]) -> N
     assert "no draft checkpoint" in no_draft
     for key in ("drafted_tokens", "accepted_tokens", "version", "digest", "answers"):
         assert seen["after errors"][key] == seen["learned"][key], key
+
+
+def test_updates_of_target_and_draft_arrive_on_both_ranks(target: Path, tmp_path: Path) -> None:
+    """A rank that kept its half of the old weights would give the tokens of neither version; so would one that refused alone."""
+    newer = tiny.save_target(tmp_path / "newer", "llama", tied=False, vocab=150, seed=13)
+    first, second = (drafts.init(one, tmp_path / f"draft-{one.name}", draft_vocab_size=90) for one in (target, newer))
+    models = {0: tiny.load(target), 1: tiny.load(newer)}
+    prompts = tiny.prompts(4, seed=9, vocab=150)
+
+    def serves(url: str, version: int) -> None:
+        for prompt in prompts:
+            answer = engines.tokens(url, prompt, max_tokens=16)
+            gaps = {v: float(tiny.greedy_gaps(model, prompt, answer).max()) for v, model in models.items()}
+            assert gaps[version] <= GREEDY_TIE.relative < gaps[1 - version]
+
+    extra = ["--tensor-parallel-size", "2", "--kv-gib", "1", "--no-auto-publish", "--keep-previous"]
+    with (
+        Server(target, draft=first, log_path=tmp_path / "server.log", extra=extra) as server,
+        connect(server.url) as bridge,
+    ):
+        serves(server.url, 0)
+        with bridge.update(version=1) as update:
+            update.target(hf_weights(models[1]))
+            update.draft(load_file(second / "model.safetensors").items())
+        serves(server.url, 1)
+        draft_digest = engines.status(server.url)["draft_digest"]
+        broken = [(name, tensor * float("nan")) for name, tensor in hf_weights(models[0])]
+        with pytest.raises(UpdateError, match="NaN or infinity"), bridge.update(version=2) as update:
+            update.target(broken)
+        serves(server.url, 1)
+        with bridge.update(version=3) as update:
+            update.target(hf_weights(models[0]))
+        serves(server.url, 0)
+        assert engines.status(server.url)["draft_digest"] == draft_digest
+        engines.post(server.url, "rollback", {"policy": True}).raise_for_status()
+        serves(server.url, 1)

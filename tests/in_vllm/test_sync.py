@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.in_vllm import engines, tiny
+from tests.in_vllm.engines import complete, tokens
 from trainer_bridge import connect
 from trainer_bridge.adapters.hf import hf_weights
 from trainer_bridge.errors import BridgeError, UpdateError
@@ -74,24 +75,6 @@ def server(running: Server, targets: dict[int, Path], draft_dirs: dict[int, Path
 
 def policy(target: Path) -> Any:
     return hf_weights(tiny.load(target))
-
-
-def complete(url: str, prompt: list[int], **options: Any) -> requests.Response:
-    body = {
-        "model": "specdraft",
-        "prompt": prompt,
-        "max_tokens": 24,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    answer = requests.post(f"{url}/v1/completions", json={**body, **options}, timeout=120)
-    answer.raise_for_status()
-    return answer
-
-
-def tokens(url: str, prompt: list[int], **options: Any) -> list[int]:
-    return complete(url, prompt, **options).json()["choices"][0]["token_ids"]
 
 
 def answers(url: str) -> list[list[int]]:

@@ -331,6 +331,9 @@ def test_gradients_from_narrow_products(backend: str, dtype: torch.dtype) -> Non
     for name, mine, theirs in zip(NAMES[1:], found[1:], expected[1:], strict=True):
         assert mine.dtype == theirs.dtype and not torch.equal(mine, theirs)
         assert_close(mine, theirs, NARROW_PRODUCTS[dtype], name)
+    as_narrow = c.to(torch.bfloat16)
+    pair = [as_narrow.run("states", backend=backend, gradient_dtype=each) for each in (None, torch.bfloat16)]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*pair, strict=True)), "no narrower: nothing may change"
 
 
 REFUSED: dict[str, tuple[Callable[[Case], Any], str]] = {

@@ -13,6 +13,7 @@ from torch import nn
 from trainer_bridge.errors import BridgeError
 from trainer_bridge.staging import Staging
 from vllm_specdraft import preflight
+from vllm_specdraft.heap import Heap
 from vllm_specdraft.updates import NO_PREVIOUS, PolicyUpdates
 
 
@@ -22,7 +23,7 @@ def updates() -> PolicyUpdates:
         model_config=SimpleNamespace(dtype=torch.float32), vllm_config=None, get_model=lambda: nn.Linear(2, 2)
     )
     ranks: Any = SimpleNamespace(size=1, all_agree=lambda fine: fine)
-    return PolicyUpdates(runner, ranks, SimpleNamespace(), keep_previous=True)  # type: ignore[arg-type]
+    return PolicyUpdates(runner, ranks, SimpleNamespace(), Heap(), keep_previous=True)  # type: ignore[arg-type]
 
 
 def manifest(staging: Staging, **changes: Any) -> dict[str, Any]:

@@ -50,8 +50,9 @@ def distill_loss(
             (`kept` counts within the columns passed); slices may differ in size. All other arguments, and which of hidden
             and head require a gradient, have to be the same on every rank. Each gets the whole loss, the whole gradient of
             `hidden` and that of its own slice of `head`.
-        gradient_dtype: of the factors of the two products that make the gradients, bf16 say on a processor that is faster in it;
-            the inputs' own by default. The loss does not depend on it.
+        gradient_dtype: of the factors of the two products that make the gradients, and of each product before it is added to the
+            others: bf16 for fp32 inputs, say, on a processor that is faster in it. One that is no narrower than the inputs' changes
+            nothing. The loss does not depend on it.
         backend: one of `BACKENDS`. By default `triton` for CUDA tensors and `torch` for all others.
 
     Returns:
@@ -91,7 +92,7 @@ def distill_loss(
         plan = Plan(
             read=reader(teacher, kept, dtype), rows=rows, teacher_rows=teacher_rows, scale=counted / divisor,
             chunk_rows=chunk_rows, group=group, chunk=_chunk_of(backend, hidden.device),
-            gradient_dtype=gradient_dtype,
+            gradient_dtype=None if gradient_dtype is None or gradient_dtype.itemsize >= hidden.itemsize else gradient_dtype,
         )  # fmt: skip
         return chunked_loss(hidden, head, plan)
 

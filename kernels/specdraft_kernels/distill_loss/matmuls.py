@@ -1,5 +1,7 @@
 """The three products around one chunk's logits, with sums and results in the accumulation dtype whatever the inputs' dtype.
 
+Only where the caller asks for narrow factors of the two gradients is each product rounded as they are, once.
+
 Half-width inputs are widened a block of the head at a time, so that no widened copy of the head exists. On CUDA bf16 goes
 through the tensor cores, which sum in fp32. fp16 does not: the gradient of a logit is easily below its smallest number.
 """
