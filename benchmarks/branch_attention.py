@@ -59,14 +59,15 @@ def spread(say: Any) -> dict[str, Any]:
 def learning(say: Any, options: argparse.Namespace) -> dict[str, Any]:
     """The engine's learner against the plain way, in interleaved rounds."""
     from benchmarks.attention.learners import Learners, Speeds
-    from trainer_bridge.draft import checkpoint, products
+    from trainer_bridge.draft import checkpoint, products, registry
     from vllm_specdraft import drafts, embedded
     from vllm_specdraft.demo.prompts import PromptSource
 
     target = options.target or embedded.ensure()
     with tempfile.TemporaryDirectory() as folder:
         draft = drafts.init(target, Path(folder) / "draft")
-        layers = checkpoint.read_config(draft)["eagle_aux_hidden_state_layer_ids"]
+        draft_config = checkpoint.read_config(draft)
+        layers = registry.of_config(draft_config).tap_layers(draft_config)
         prompts = [prompt.question for prompt in PromptSource(evaluation=0, seed=5).take(options.samples + HELD_OUT)]
         say(f"{len(prompts)} answers of the target ...")
         samples = drafts.self_generated(target, layers, prompts, answer_tokens=ANSWER_TOKENS)

@@ -101,7 +101,7 @@ class WorkerAgent:
         self.recent = report.RecentAcceptance()
         self.tap = RunnerTap(
             runner,
-            tap_layers=self._model_config["eagle_aux_hidden_state_layer_ids"],
+            tap_layers=self.kind.tap_layers(self._model_config),
             num_speculative_tokens=config.num_speculative_tokens,
             policy_version=lambda: self.policy_version,
             max_sample_tokens=config.max_sample_tokens,

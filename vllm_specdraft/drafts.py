@@ -209,7 +209,7 @@ def info(directory: Path) -> dict[str, Any]:
         "type": draft_type.name,
         "engine_method": draft_type.engine_method,
         "architecture": config["architectures"][0],
-        "tap_layers": config["eagle_aux_hidden_state_layer_ids"],
+        "tap_layers": list(draft_type.tap_layers(config)),
         "hidden_size": config["hidden_size"],
         "vocab_size": config["vocab_size"],
         "draft_vocab_size": config["draft_vocab_size"],
@@ -231,7 +231,7 @@ def warm_start_gain(target: Path, draft: Path, *, passes: int = 3, answer_tokens
     frozen = frozen_of(target, config, weights)
     draft_config = checkpoint.read_config(draft)
     draft_type = registry.of_config(draft_config)
-    samples = self_generated(target, draft_config["eagle_aux_hidden_state_layer_ids"], PROMPTS, answer_tokens=answer_tokens)
+    samples = self_generated(target, draft_type.tap_layers(draft_config), PROMPTS, answer_tokens=answer_tokens)
     model, _ = draft_type.load(draft)
     torch.manual_seed(0)
     plain = draft_type.build(draft_config)
@@ -263,7 +263,7 @@ def _learn(model: Any, objective: Any, samples: list, passes: int, steps: int) -
     for step in range(steps):
         batch = pack([samples[step % len(samples)]], passes)
         optimizer.zero_grad()
-        for _ in objective.pieces(batch, batch.label_counts()):
+        for _ in objective.pieces(batch, objective.label_counts(batch)):
             pass
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -274,7 +274,7 @@ def _loss_and_length(objective: Any, samples: list, passes: int) -> tuple[float,
     from trainer_bridge.draft.packing import pack
 
     batch = pack(samples, passes)
-    for _ in objective.pieces(batch, batch.label_counts()):
+    for _ in objective.pieces(batch, objective.label_counts(batch)):
         pass
     return objective.take_loss(), objective.measure(batch).length
 

@@ -249,7 +249,7 @@ class Learner:
     def check_sample(self, sample: TapSample) -> None:
         """Raise `SampleError` for a sample from outside that this learner could not learn from."""
         hidden = self._teachers.newest.head.shape[1]
-        layers = tuple(self._model_config["eagle_aux_hidden_state_layer_ids"])
+        layers = self._kind.tap_layers(self._model_config)
         if not self._teachers.knows(sample.policy_version):
             raise SampleError(
                 f"{sample.request_id}: of policy {sample.policy_version}, whose head is not here; "
@@ -322,7 +322,7 @@ class Learner:
             for version, group in _by_policy(samples).items()
             for batch in microbatches(group, passes, self._budget.anchors, MAX_ROWS, self._deep)
         ]
-        normalisers = sum((batch.label_counts() for _, batch in batches), torch.zeros(passes, dtype=torch.int64))
+        normalisers = sum((objective.label_counts(batch) for objective, batch in batches), torch.zeros(passes, dtype=torch.int64))
         self._optimizer.zero_grad(set_to_none=True)
         # For this step: at its end the weights change.
         narrow = products.Narrow(self._dtype)

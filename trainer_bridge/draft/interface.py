@@ -98,8 +98,12 @@ class Objective(abc.ABC):
 
         Args:
             batch: packed samples and the anchors to train.
-            normalisers: ``[passes]``: number of labels per pass over ALL microbatches of the optimizer step.
+            normalisers: ``[passes]``: sum of `label_counts` over ALL microbatches of the optimizer step.
         """
+
+    def label_counts(self, batch: PackedBatch) -> torch.Tensor:
+        """``[passes]`` int64: labels that this objective counts in a microbatch, per pass."""
+        return batch.label_counts()
 
     @abc.abstractmethod
     def take_loss(self) -> float:
@@ -134,6 +138,10 @@ class DraftType(abc.ABC):
     @abc.abstractmethod
     def configure(self, target: TargetSpec, *, tap_layers: Sequence[int], draft_vocab_size: int) -> dict[str, Any]:
         """The checkpoint's ``config.json`` for a new draft of this target, in the public layout."""
+
+    @abc.abstractmethod
+    def tap_layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
+        """Layers whose inputs a draft of this config reads. Raises `KeyError` for a config that names none."""
 
     @abc.abstractmethod
     def build(self, config: Mapping[str, Any]) -> nn.Module:

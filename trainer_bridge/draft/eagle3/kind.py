@@ -64,6 +64,9 @@ class Eagle3(DraftType):
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(tap_layers), "use_aux_hidden_state": True},
         }
 
+    def tap_layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
+        return tuple(config["eagle_aux_hidden_state_layer_ids"])
+
     def build(self, config: Mapping[str, Any]) -> Eagle3Draft:
         return Eagle3Draft(config)
 

@@ -1,0 +1,180 @@
+"""DFlash's objective (arXiv 2602.06036, section 4), cut into pieces that fit between two requests.
+
+One microbatch: the trunk's keys and values of every layer, then the layers for the blocks of the anchors alone, then head and loss.
+Segments are joined by detached leaves and the backward runs them in reverse, as with EAGLE-3. An anchor of the packing, row i whose
+next token was generated, is the block at position p = i + 1: its trunk are rows 0..i, slot 0 is token i + 1, and slot j, whose
+label is that of pass j, proposes token i + 1 + j. A slot after a hole in the answer has no label: the engine would never get there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from specdraft_kernels.block_attention import block_attention
+from specdraft_kernels.distill_loss import TeacherLogits, distill_loss
+
+from trainer_bridge.draft import products
+from trainer_bridge.draft.dflash.model import DFlashDraft, Layer
+from trainer_bridge.draft.interface import Acceptance, FrozenTarget, Objective
+from trainer_bridge.draft.packing import PackedBatch
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_()
+
+
+def _reached(batch: PackedBatch) -> torch.Tensor:
+    """``[A, D]``: slots that have a label, and all slots before them too."""
+    return batch.valid.long().cumprod(1).bool()
+
+
+@dataclass
+class _Blocks:
+    """The anchors' blocks: what they are, and what they see."""
+
+    document: torch.Tensor
+    """``[A]``"""
+    prefix: torch.Tensor
+    """``[A]`` trunk rows that a block sees, of its own document."""
+    positions: torch.Tensor
+    """``[A * W]``"""
+    width: int
+
+
+class BlockObjective(Objective):
+    """Soft cross-entropy of every slot against the target's distribution over the draft vocabulary."""
+
+    def __init__(self, model: DFlashDraft, target: FrozenTarget, *, passes: int, slot_decay: float = 0.8) -> None:
+        """`passes`: proposed tokens, slots 1..passes. `slot_decay`: slot j counts ``slot_decay ** (j - 1)``."""
+        self.model, self.target = model, target
+        self.passes, self.slot_decay = passes, slot_decay
+        self._loss = 0.0
+        self.vocabulary_changed()
+
+    def vocabulary_changed(self) -> None:
+        self._kept = self.model.kept()
+        self._teacher_head = self.target.head[self._kept].to(self.model.fc.weight.dtype)
+
+    def take_loss(self) -> float:
+        loss, self._loss = self._loss, 0.0
+        return loss
+
+    def pieces(self, batch: PackedBatch, normalisers: torch.Tensor) -> Iterator[None]:
+        valid = _reached(batch)
+        with torch.no_grad():
+            wanted = torch.where(valid, batch.anchors[:, None] + 1 + torch.arange(self.passes), batch.anchors[:, None])
+            rows, teacher_row = wanted.unique(return_inverse=True)
+            teacher = batch.final[rows] @ self._teacher_head.T
+        yield
+        with torch.enable_grad():
+            trunk = self._trunk(batch)
+            pairs = [self._trunk_pair(layer, trunk, batch) for layer in self.model.each_layer()]
+        leaves = [(_leaf(keys), _leaf(values)) for keys, values in pairs]
+        yield
+        blocks = self._blocks(batch)
+        with torch.enable_grad():
+            inputs = [self._inputs(batch)]
+        hidden, outputs = [_leaf(inputs[0])], list[torch.Tensor]()
+        for layer, pair in zip(self.model.each_layer(), leaves, strict=True):
+            with torch.enable_grad():
+                outputs.append(self._layer(layer, hidden[-1], pair, blocks, batch))
+            hidden.append(_leaf(outputs[-1]))
+            yield
+        weights = self.slot_decay ** torch.arange(self.passes, dtype=torch.float64)
+        loss = self._head(hidden[-1], teacher, teacher_row, valid, weights, float((weights * normalisers).sum()))
+        yield
+        for output, above in zip(reversed(outputs), reversed(hidden[1:]), strict=True):
+            torch.autograd.backward([output], [above.grad])
+            yield
+        roots, gradients = [inputs[0]], [hidden[0].grad]
+        for pair, leaf in zip(pairs, leaves, strict=True):
+            for tensor, ahead in zip(pair, leaf, strict=True):
+                if ahead.grad is not None:
+                    roots.append(tensor)
+                    gradients.append(ahead.grad)
+        torch.autograd.backward(roots, gradients)
+        # Counted at the end only: an iterator that is closed early leaves no loss behind.
+        self._loss += loss
+        yield
+
+    def label_counts(self, batch: PackedBatch) -> torch.Tensor:
+        return _reached(batch).sum(0)
+
+    @torch.no_grad()
+    def measure(self, batch: PackedBatch) -> Acceptance:
+        trunk, blocks = self._trunk(batch), self._blocks(batch)
+        hidden = self._inputs(batch)
+        for layer in self.model.each_layer():
+            hidden = self._layer(layer, hidden, self._trunk_pair(layer, trunk, batch), blocks, batch)
+        anchors = batch.anchors.shape[0]
+        slots = hidden.view(anchors, blocks.width, -1)[:, 1:]
+        proposed = self._kept[self.model.logits(slots.flatten(0, 1)).argmax(-1)].view(anchors, self.passes)
+        hit = (batch.valid & (proposed == batch.future_ids[batch.anchors, 1:])).long().cumprod(1)
+        accepted = 1 + hit.sum(1).double()
+        owner = batch.document[batch.anchors]
+        sums = torch.zeros(batch.num_documents, dtype=torch.float64).index_add_(0, owner, accepted)
+        return Acceptance(
+            accepted_sum=sums, anchors=torch.bincount(owner, minlength=batch.num_documents), hits=hit.sum(0)
+        )  # fmt: skip
+
+    def _blocks(self, batch: PackedBatch) -> _Blocks:
+        width = self.passes + 1
+        document = batch.document[batch.anchors]
+        first = batch.positions[batch.anchors] + 1
+        return _Blocks(
+            document=document,
+            prefix=batch.anchors + 1 - batch.cu_seqlens[document],
+            positions=(first[:, None] + torch.arange(width)).flatten(),
+            width=width,
+        )
+
+    def _inputs(self, batch: PackedBatch) -> torch.Tensor:
+        """``[A * W, hidden]``"""
+        ids = batch.future_ids[batch.anchors, 0]
+        first = self.target.embedding.detach()[ids].to(self.model.fc.weight.dtype)
+        return self.model.slots(first, self.passes + 1).flatten(0, 1)
+
+    def _trunk(self, batch: PackedBatch) -> torch.Tensor:
+        # Taps may belong to a policy in training: the draft's loss must not reach it.
+        return self.model.combine(batch.taps.detach())
+
+    def _trunk_pair(self, layer: Layer, trunk: torch.Tensor, batch: PackedBatch) -> Pair:
+        return self.model.keys_values(layer, trunk, batch.positions)
+
+    def _layer(self, layer: Layer, hidden: torch.Tensor, trunk: Pair, blocks: _Blocks, batch: PackedBatch) -> torch.Tensor:
+        """One decoder layer for all slots ``[A * W, hidden]``."""
+        x = layer.input_layernorm(hidden)
+        shape = (blocks.document.shape[0], blocks.width)
+        own = [each.unflatten(0, shape) for each in self.model.keys_values(layer, x, blocks.positions)]
+        q = self.model.queries(layer, x, blocks.positions).unflatten(0, shape)
+        attended, _ = block_attention(q, *trunk, own[0], own[1], batch.cu_seqlens, blocks.document, blocks.prefix)
+        return layer.finish(hidden, attended.flatten(0, 1))
+
+    def _head(
+        self,
+        hidden: torch.Tensor,
+        teacher: torch.Tensor,
+        teacher_row: torch.Tensor,
+        valid: torch.Tensor,
+        weights: torch.Tensor,
+        normaliser: float,
+    ) -> float:
+        """Loss of all slots, and its gradient into `hidden` and the head."""
+        anchors = valid.shape[0]
+        slots = hidden.view(anchors, self.passes + 1, -1)[:, 1:]
+        with torch.enable_grad():
+            loss = distill_loss(
+                self.model.norm(slots[valid]),
+                self.model.lm_head.weight,
+                TeacherLogits(teacher, row=teacher_row[valid]),
+                weights=weights.expand(anchors, -1)[valid],
+                normaliser=max(normaliser, 1e-30),
+                gradient_dtype=products.dtype(),
+            )
+            # Also where no label is left.
+            (loss + 0.0 * hidden.sum()).backward()
+        return float(loss.detach())
