@@ -148,6 +148,11 @@ class PolicySwap:
         self._target: nn.Module = runner.get_model()
         self._layers: tuple[_Layer, ...] | None = None
 
+    @property
+    def largest(self) -> int:
+        """Elements of the largest layer, whole; 0 before the first build."""
+        return max((layer.elements() for layer in self._layers or ()), default=0)
+
     def build(self, weights: Sequence[tuple[str, Reader]]) -> Build:
         """Start to build a set of weights; nothing is read yet.
 

@@ -59,6 +59,8 @@ class PolicyUpdates:
         # Weights that serve no more, until others are built in their memory: pages that the system had meanwhile come back when
         # they are written to, and packing one large layer then takes ten times as long.
         self._spare: Replaced | None = None
+        self._room: torch.Tensor | None = None
+        """As large as the largest layer: what its packing needs on top."""
 
     def open(self, manifest: dict[str, Any]) -> None:
         """Start to build a verified update. One that was under way is dropped."""
@@ -69,7 +71,7 @@ class PolicyUpdates:
             need = self._item_bytes * sum(prod(entry["shape"]) for entry in manifest["target"]) // self._ranks.size
             # The allocator may keep what the spare weights leave, but has it for these; they are as large.
             kept = max(self._heap.free_bytes(), need if self._spare is not None else 0)
-            self._spare = None
+            self._spare = self._room = None
             if (free := preflight.available_bytes() + kept) < need + SPARE_BYTES:
                 raise MemoryError(
                     f"the new weights are built beside the old ones: {need / 1e6:.0f} MB, and {free / 1e6:.0f} MB are free; "
@@ -125,6 +127,9 @@ class PolicyUpdates:
         """
         build = self._build
         replaced = self._together(lambda: self._policy.apply(build)) if build is not None else None
+        if replaced is not None:
+            # What the last layer's packing has just left.
+            self._room = torch.empty(self._policy.largest * self._item_bytes // self._ranks.size, dtype=torch.uint8)
         self._swap_draft(draft, replaced)
         self.discard()
         if replaced is not None:
