@@ -38,7 +38,7 @@ class Engines:
         self.on_state: Callable[[UpdateState], None] = lambda state: None
         self.members: list[Member] = []
         try:
-            self.members = [Member(self._context, resolve(engine), config, client) for engine in engines]
+            self.members = [Member(self._context, resolve(engine, config.connect_timeout_s), config, client) for engine in engines]
             self.greet_all(config.connect_timeout_s)
         except BaseException:
             self._context.destroy(linger=0)

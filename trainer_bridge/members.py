@@ -23,33 +23,45 @@ from trainer_bridge.plan import Plan
 
 logger = logging.getLogger(__name__)
 
+_RESOLVE_S = 0.2
 _LOOK_MS = 500
 """Time between two looks at whether an engine still lives, while it takes nothing, in ms."""
 
 
-def resolve(endpoint: str) -> str:
+def resolve(endpoint: str, timeout_s: float) -> str:
     """The control address behind what a user names: ``tcp://HOST:PORT`` as it is, or an engine's HTTP URL.
 
-    Raises `ConfigError` when nothing answers there, or what answers has no weight sync.
+    Raises `ConfigError` when nothing answers there, or what answers has no weight sync; `DeadlineError` when it has, and its receiver,
+    which may be on its way up again, is not there within `timeout_s` seconds.
     """
     if endpoint.startswith("tcp://"):
         return endpoint
     if not endpoint.startswith(("http://", "https://")):
         raise ConfigError(f"{endpoint!r} is no engine: give its URL (http://HOST:PORT) or its sync address (tcp://HOST:PORT)")
     url = endpoint.rstrip("/").removesuffix("/v1") + "/specdraft/status"
-    try:
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            found = json.load(answer)
-        address = found["sync"]["endpoint"]
-    except (OSError, urllib.error.URLError, ValueError) as error:
-        raise ConfigError(f"no engine answers at {url} ({getattr(error, 'reason', error)}): start `specdraft serve`") from None
-    except (KeyError, TypeError):
-        raise ConfigError(f"the engine at {endpoint} takes no weights: it was started with --no-sync") from None
+    ends = time.monotonic() + timeout_s
+    while (address := (sync := _sync_of(endpoint, url))["endpoint"]) is None:
+        if time.monotonic() >= ends:
+            why = sync.get("error") or "it is being started again"
+            raise DeadlineError(f"the engine at {endpoint} has no receiver of weights after {timeout_s:g} s: {why}")
+        time.sleep(_RESOLVE_S)
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if host in ("0.0.0.0", "[::]", "*"):
         # It listens everywhere: where it answered us is one such place.
         host = url.split("/")[2].rpartition(":")[0] or url.split("/")[2]
     return f"tcp://{host}:{port}"
+
+
+def _sync_of(endpoint: str, url: str) -> dict[str, Any]:
+    """What the engine's status says of weight sync. Raises `ConfigError`."""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            sync = json.load(answer)["sync"]
+        return {"endpoint": sync["endpoint"], "error": sync.get("error")}
+    except (OSError, urllib.error.URLError, ValueError) as error:
+        raise ConfigError(f"no engine answers at {url} ({getattr(error, 'reason', error)}): start `specdraft serve`") from None
+    except (KeyError, TypeError):
+        raise ConfigError(f"the engine at {endpoint} takes no weights: it was started with --no-sync") from None
 
 
 class Member:

@@ -37,7 +37,7 @@ class SampleStream:
         self.config: BridgeConfig = make(BridgeConfig, options)
         self._context = zmq.Context()
         client = f"{os.uname().nodename}-{os.getpid()}-{secrets.token_hex(4)}"
-        self._member = Member(self._context, resolve(engine), self.config, client)
+        self._member = Member(self._context, resolve(engine, self.config.connect_timeout_s), self.config, client)
         welcome = self._member.greet(self.config.connect_timeout_s)
         self._window = min(self.config.sample_window_bytes, welcome.sample_window_bytes)
         self._pending: dict[int, int] = {}
