@@ -31,8 +31,8 @@ _LOOK_MS = 500
 def resolve(endpoint: str, timeout_s: float) -> str:
     """The control address behind what a user names: ``tcp://HOST:PORT`` as it is, or an engine's HTTP URL.
 
-    Raises `ConfigError` when nothing answers there, or what answers has no weight sync; `DeadlineError` when it has, and its receiver,
-    which may be on its way up again, is not there within `timeout_s` seconds.
+    Raises `ConfigError` when nothing answers there, or what answers has no weight sync; `DeadlineError` when it has, and its
+    receiver, which may be on its way up again, is not there within `timeout_s` seconds.
     """
     if endpoint.startswith("tcp://"):
         return endpoint
