@@ -58,7 +58,7 @@ def spread(say: Any) -> dict[str, Any]:
 
 def learning(say: Any, options: argparse.Namespace) -> dict[str, Any]:
     """The engine's learner against the plain way, in interleaved rounds."""
-    from benchmarks.attention.learners import Learners, Speeds
+    from benchmarks.attention.learners import PARTS, Learners, Speeds
     from trainer_bridge.draft import checkpoint, products, registry
     from vllm_specdraft import drafts, embedded
     from vllm_specdraft.demo.prompts import PromptSource
@@ -98,6 +98,9 @@ def learning(say: Any, options: argparse.Namespace) -> dict[str, Any]:
         for name, settings in (("as it is", {}), ("all in fp32", {"learn_dtype": "float32"}), ("25%", {"deep_anchor_share": 0.25})):
             reached = learners.accepted_after(options.learn_s, **settings)
             say(f"accepted length after {options.learn_s:g} s of learning, {name}: {reached:.3f}")
+        for part in PARTS:
+            reached = learners.accepted_after_without(part, options.learn_s)
+            say(f"accepted length after {options.learn_s:g} s of learning, without {part}: {reached:.3f}")
         say(f"accepted length after {options.learn_s:g} s of the plain way: {learners.accepted_after_padded(options.learn_s):.3f}")
     return {
         "learner_vs_naive": round(speeds.ratio("learner", "padded"), 3),

@@ -33,6 +33,8 @@ SMALL_LENGTHS = (9, 1, 0, 6)
 SHAPES = ((40, 3), (64, 1), (80, 4), (128, 8))
 """Size of a head, query heads per key head."""
 TIMED_TOKENS, TIMED_HEADS, TIMED_KV_HEADS, TIMED_SIZE, TIMED_PASSES = (8192, 32768), 32, 8, 128, 2
+TIMED_BLOCKS = (1024, 8)
+"""Blocks, and slots of each."""
 LOSS_ROWS, LOSS_WIDTH, LOSS_VOCABULARY = 8192, 4096, 32768
 
 
@@ -189,6 +191,7 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def speeds(say: Callable[[str], None]) -> dict[str, float]:
     """Milliseconds of forward and backward together, bf16."""
     import torch
+    from specdraft_kernels.block_attention import block_attention
     from specdraft_kernels.branch_attention import branch_attention
     from specdraft_kernels.distill_loss import TeacherStates, distill_loss
     from triton.testing import do_bench
@@ -214,6 +217,17 @@ def speeds(say: Callable[[str], None]) -> dict[str, float]:
             lambda leaves=leaves, cu=cu, backend=backend: branch_attention(*leaves, cu, backend=backend)[0],
             leaves,
         )
+    tokens, (blocks, width) = TIMED_TOKENS[0], TIMED_BLOCKS
+    own, trunk = (blocks, width, TIMED_KV_HEADS, TIMED_SIZE), (tokens, TIMED_KV_HEADS, TIMED_SIZE)
+    given = _leaves("cuda", "bfloat16", [(blocks, width, TIMED_HEADS, TIMED_SIZE), trunk, trunk, own, own])
+    slots = [each.requires_grad_() for each in given]
+    places = torch.linspace(1, tokens, blocks, device="cuda").long()
+    where = (torch.tensor([0, tokens], device="cuda"), torch.zeros_like(places), places)
+    timed(
+        f"block_attention, triton, {blocks} blocks of {width}",
+        lambda: block_attention(*slots, *where, backend="triton")[0],
+        slots,
+    )
     shapes = [(LOSS_ROWS, LOSS_WIDTH), (LOSS_VOCABULARY, LOSS_WIDTH)] * 2
     hidden, head, final, teacher_head = _leaves("cuda", "bfloat16", shapes)
     for backend in ("triton", "torch"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,8 @@ from vllm_specdraft.learner import Learner
 from vllm_specdraft.replay import Replay
 
 PASSES, DECAY, PADDED_ROWS, STEPS = 3, 0.8, 8, 4
+PARTS = ("packing", "loss on masked rows only")
+"""Of the learner's way, each of which can be left out."""
 
 
 @dataclass
@@ -74,13 +77,10 @@ class Learners:
     def gains(self) -> dict[str, float]:
         """By part of the learner's way, how much longer the same samples take without it, in fp32."""
         part = self.samples[:PADDED_ROWS]
-        # Labels on every row, prompts included; the tokens that count stay those of the answers.
-        everywhere = [dataclasses.replace(sample, loss_mask=torch.ones_like(sample.loss_mask)) for sample in part]
         deep = DeepAnchors(share=0.25, random=torch.Generator().manual_seed(0))
         ways = {
             "all": [pack(part, PASSES)],
-            "packing": [pack([sample], PASSES) for sample in part],
-            "loss on masked rows only": [pack(everywhere, PASSES)],
+            **{without: _batches_without(without, part) for without in PARTS},
             "sampled anchors": [pack(part, PASSES, deep=deep)],
         }
         seconds = {name: min(self._seconds(batches) for _ in range(3)) for name, batches in ways.items()}
@@ -157,6 +157,25 @@ class Learners:
                 break
         return self._accepted(model)
 
+    def accepted_after_without(self, part: str, seconds: float) -> float:
+        """The same of the learner's way without one of `PARTS`."""
+        model, _ = self._kind.load(self._draft)
+        objective = self._kind.objective(model, self.target, passes=PASSES)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
+        draw, count = random.Random(0), EngineConfig(draft_dir="", state_dir="").batch_samples
+        ends = time.perf_counter() + seconds
+        while time.perf_counter() < ends:
+            batches = _batches_without(part, draw.sample(self.samples, count))
+            normalisers = torch.stack([objective.label_counts(batch) for batch in batches]).sum(0)
+            optimizer.zero_grad()
+            with products.Narrow(products.fastest()):
+                for batch in batches:
+                    for _ in objective.pieces(batch, normalisers):
+                        pass
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        return self._accepted(model)
+
     def _accepted(self, model: torch.nn.Module) -> float:
         return self._kind.objective(model, self.target, passes=PASSES).measure(pack(self.held_out, PASSES)).length
 
@@ -165,3 +184,11 @@ class Learners:
         until = learner.progress.steps + count
         while learner.progress.steps < until:
             learner.run_piece()
+
+
+def _batches_without(part: str, samples: Sequence[TapSample]) -> list[PackedBatch]:
+    """Microbatches of the samples without one of `PARTS`."""
+    if part == "packing":
+        return [pack([sample], PASSES) for sample in samples]
+    # Labels on every row, prompts included; the tokens that count stay those of the answers.
+    return [pack([dataclasses.replace(sample, loss_mask=torch.ones_like(sample.loss_mask)) for sample in samples], PASSES)]
