@@ -17,7 +17,7 @@ from torch import nn
 
 from trainer_bridge.draft import rope
 from trainer_bridge.draft.packing import PackedBatch
-from trainer_bridge.errors import CheckpointError
+from trainer_bridge.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +131,13 @@ class DraftType(abc.ABC):
     engine_method: str
     """vLLM's speculative ``method``."""
 
-    @abc.abstractmethod
     def default_tap_layers(self, target: TargetSpec) -> tuple[int, ...]:
-        """Layers whose inputs are tapped."""
+        """Layers whose inputs are tapped: low, middle, high, those that EAGLE-3 and vLLM use. Raises `ConfigError`."""
+        if target.num_layers < 4:
+            raise ConfigError(f"a target of {target.num_layers} layers is too shallow to tap; name --tap-layers yourself")
+        low = min(2, target.num_layers - 3)
+        middle = max(low + 1, target.num_layers // 2)
+        return (low, middle, max(middle + 1, target.num_layers - 3))
 
     @abc.abstractmethod
     def configure(self, target: TargetSpec, *, tap_layers: Sequence[int], draft_vocab_size: int) -> dict[str, Any]:

@@ -23,14 +23,6 @@ class Eagle3(DraftType):
     name = "eagle3"
     engine_method = "eagle3"
 
-    def default_tap_layers(self, target: TargetSpec) -> tuple[int, ...]:
-        """Low, middle, high: the layers that EAGLE-3 and vLLM use."""
-        if target.num_layers < 4:
-            raise ConfigError(f"a target of {target.num_layers} layers is too shallow to tap; name --tap-layers yourself")
-        low = min(2, target.num_layers - 3)
-        middle = max(low + 1, target.num_layers // 2)
-        return (low, middle, max(middle + 1, target.num_layers - 3))
-
     def configure(self, target: TargetSpec, *, tap_layers: Sequence[int], draft_vocab_size: int) -> dict[str, Any]:
         outside = [layer for layer in tap_layers if not 0 < layer < target.num_layers]
         if not tap_layers or outside or list(tap_layers) != sorted(set(tap_layers)):
