@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_bridge.draft import rope
+from trainer_bridge.draft import rope, vocab
+from trainer_bridge.draft.layers import DraftModel
 from trainer_bridge.draft.packing import PackedBatch
 from trainer_bridge.errors import CheckpointError, ConfigError
 
@@ -157,7 +158,8 @@ class DraftType(abc.ABC):
 
     def set_vocabulary(self, model: nn.Module, kept: torch.Tensor) -> None:
         """Let the draft propose exactly the target ids `kept` ``[draft_vocab]``; for types with a reduced vocabulary."""
-        return None
+        if isinstance(model, DraftModel):
+            model.set_vocabulary(kept)
 
     def adapt_vocabulary(self, model: nn.Module, target: FrozenTarget, counts: torch.Tensor) -> dict[str, torch.Tensor]:
         """Give tokens that the traffic uses a place in a reduced draft vocabulary, at the cost of tokens it does not use.
@@ -169,7 +171,13 @@ class DraftType(abc.ABC):
             Parameter name to the rows that now stand for another token: their optimizer state is of no use any more.
             Empty when nothing changed, and for types with the target's whole vocabulary.
         """
-        return {}
+        if not isinstance(model, DraftModel):
+            return {}
+        rows, ids = vocab.exchange(model.kept(), counts)
+        if rows.numel() == 0:
+            return {}
+        model.replace_tokens(rows, ids, target.head)
+        return {"lm_head.weight": rows}
 
     @abc.abstractmethod
     def objective(self, model: nn.Module, target: FrozenTarget, *, passes: int) -> Objective:

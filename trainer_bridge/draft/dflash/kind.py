@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_bridge.draft import vocab
 from trainer_bridge.draft.dflash.model import DFlashDraft
 from trainer_bridge.draft.dflash.objective import BlockObjective
 from trainer_bridge.draft.interface import DraftType, FrozenTarget, TargetSpec
@@ -83,18 +82,6 @@ class DFlash(DraftType):
                     getattr(layer.self_attn, f"{part}_proj").weight.copy_(layers[f"{prefix}self_attn.{part}_proj.weight"])
                 layer.input_layernorm.weight.copy_(layers[f"{prefix}input_layernorm.weight"])
                 layer.post_attention_layernorm.weight.copy_(layers[f"{prefix}post_attention_layernorm.weight"])
-
-    def set_vocabulary(self, model: nn.Module, kept: torch.Tensor) -> None:
-        assert isinstance(model, DFlashDraft)
-        model.set_vocabulary(kept)
-
-    def adapt_vocabulary(self, model: nn.Module, target: FrozenTarget, counts: torch.Tensor) -> dict[str, torch.Tensor]:
-        assert isinstance(model, DFlashDraft)
-        rows, ids = vocab.exchange(model.kept(), counts)
-        if rows.numel() == 0:
-            return {}
-        model.replace_tokens(rows, ids, target.head)
-        return {"lm_head.weight": rows}
 
     def objective(self, model: nn.Module, target: FrozenTarget, *, passes: int) -> BlockObjective:
         assert isinstance(model, DFlashDraft)

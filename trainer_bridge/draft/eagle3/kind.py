@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer_bridge.draft import vocab
 from trainer_bridge.draft.eagle3.model import Eagle3Draft
 from trainer_bridge.draft.eagle3.objective import TrainingTimeTest
 from trainer_bridge.draft.interface import DraftType, FrozenTarget, TargetSpec
@@ -86,18 +85,6 @@ class Eagle3(DraftType):
             mid.post_attention_layernorm.weight.copy_(layers[f"{prefix}post_attention_layernorm.weight"])
             # The highest tap passes through; the lower ones start as small corrections.
             model.fc.weight[:, -hidden:].add_(torch.eye(hidden))
-
-    def set_vocabulary(self, model: nn.Module, kept: torch.Tensor) -> None:
-        assert isinstance(model, Eagle3Draft)
-        model.set_vocabulary(kept)
-
-    def adapt_vocabulary(self, model: nn.Module, target: FrozenTarget, counts: torch.Tensor) -> dict[str, torch.Tensor]:
-        assert isinstance(model, Eagle3Draft)
-        rows, ids = vocab.exchange(model.kept(), counts)
-        if rows.numel() == 0:
-            return {}
-        model.replace_tokens(rows, ids, target.head)
-        return {"lm_head.weight": rows}
 
     def objective(self, model: nn.Module, target: FrozenTarget, *, passes: int) -> TrainingTimeTest:
         assert isinstance(model, Eagle3Draft)
