@@ -288,7 +288,7 @@ class WorkerAgent:
         elif action in ("taps_on", "taps_off"):
             self.tap.collector.enabled = action == "taps_on"
         elif action == "save":
-            checkpoint.save(Path(request["directory"]), self.slots.served.state, self._model_config)
+            self.kind.save(Path(request["directory"]), self.slots.served.state, self._model_config)
         elif action == "checkpoint":
             self.saving.now()
         elif action != "status":

@@ -19,6 +19,7 @@ from vllm_specdraft import embedded, serve, status_view
 from vllm_specdraft import target as targets
 from vllm_specdraft.config import SettingsError
 from vllm_specdraft.console import Console
+from vllm_specdraft.drafts import DEFAULT_DRAFT_VOCAB, DEFAULT_TYPE
 from vllm_specdraft.parsing import Parser
 from vllm_specdraft.security import KEY_VARIABLE
 
@@ -83,8 +84,10 @@ def _parser() -> argparse.ArgumentParser:
     init = actions.add_parser("init", help="a new draft for a target")
     init.add_argument("target", type=Path, metavar="TARGET", help="Hugging Face directory of a Llama-like model")
     init.add_argument("out", type=Path, metavar="OUT", help="directory to write")
-    init.add_argument("--type", default="eagle3", help="draft type (default: eagle3)")
-    init.add_argument("--draft-vocab-size", type=int, default=4096, help="tokens the draft can propose (default: 4096)")
+    init.add_argument("--type", default=DEFAULT_TYPE, help="draft type: eagle3 or dflash (default: %(default)s)")
+    init.add_argument(
+        "--draft-vocab-size", type=int, default=DEFAULT_DRAFT_VOCAB, help="tokens the draft can propose (default: %(default)s)"
+    )
     init.add_argument("--tap-layers", type=_layers, metavar="L,L,L", help="layers to tap (default: low, middle, high)")
     init.add_argument(
         "--text", type=Path, action="append", default=[], metavar="FILE", help="text like the traffic's; may be repeated"

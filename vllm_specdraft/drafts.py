@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_TYPE = "eagle3"
+"""Draft type of ``--draft auto``, of ``specdraft draft init`` and of the demo: the README says why."""
 DEFAULT_DRAFT_VOCAB = 4096
 """Small, because a small head learns and drafts faster, and the learner adapts the vocabulary to the traffic."""
 PROMPTS = (
@@ -130,7 +132,7 @@ def init(
     target: Path,
     out: Path,
     *,
-    kind: str = "eagle3",
+    kind: str = DEFAULT_TYPE,
     draft_vocab_size: int = DEFAULT_DRAFT_VOCAB,
     tap_layers: Sequence[int] | None = None,
     texts: Iterable[str] = (),
@@ -146,7 +148,7 @@ def init(
     """
     import torch
 
-    from trainer_bridge.draft import checkpoint, registry, vocab
+    from trainer_bridge.draft import registry, vocab
     from trainer_bridge.draft.interface import TargetSpec
 
     config, weights = read_target(target)
@@ -165,7 +167,7 @@ def init(
             draft_type.warm_start(model, frozen_of(target, config, weights), weights)
         except KeyError as error:
             raise ConfigError(f"{target} is not Llama-like: it has no {error.args[0]}") from None
-    checkpoint.save(out, model.state_dict(), draft_config)
+    draft_type.save(out, model.state_dict(), draft_config)
     return out
 
 
@@ -183,7 +185,7 @@ def _count(target: Path, texts: Iterable[str], vocab_size: int) -> torch.Tensor:
     return counts
 
 
-def auto(target: Path, *, kind: str = "eagle3") -> Path:
+def auto(target: Path, *, kind: str = DEFAULT_TYPE) -> Path:
     """The cached first draft of a target; made on first use."""
     targets.read_config(Path(target))
     config = (Path(target) / "config.json").read_bytes()
@@ -218,7 +220,7 @@ def info(directory: Path) -> dict[str, Any]:
     }
 
 
-def warm_start_gain(target: Path, draft: Path, *, passes: int = 3, answer_tokens: int = 48, steps: int = 24) -> WarmStartGain:
+def warm_start_gain(target: Path, draft: Path, *, answer_tokens: int = 48, steps: int = 24) -> WarmStartGain:
     """What a draft's start is worth against a random one of the same shape, on answers that the target generates now.
 
     Compared after `steps` optimizer steps: a start is worth what it saves the learner.
@@ -231,6 +233,7 @@ def warm_start_gain(target: Path, draft: Path, *, passes: int = 3, answer_tokens
     frozen = frozen_of(target, config, weights)
     draft_config = checkpoint.read_config(draft)
     draft_type = registry.of_config(draft_config)
+    passes = draft_type.default_tokens
     samples = self_generated(target, draft_type.tap_layers(draft_config), PROMPTS, answer_tokens=answer_tokens)
     model, _ = draft_type.load(draft)
     torch.manual_seed(0)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer_bridge.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from trainer_bridge.draft.interface import DraftType
 
 _KNOB = "make one for this target with `specdraft draft init`, or use --draft auto"
 
@@ -28,7 +31,7 @@ def check(directory: Path, target: Mapping[str, Any]) -> int:
     config = checkpoint.read_config(directory)
     try:
         draft_type = registry.of_config(config)
-        check_shapes(directory, config, target)
+        check_shapes(directory, draft_type, config, target)
         model, _ = draft_type.load(directory)
         # Types with a reduced vocabulary check their maps when asked what they keep.
         if (kept := getattr(model, "kept", None)) is not None:
@@ -44,15 +47,20 @@ def check(directory: Path, target: Mapping[str, Any]) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def check_shapes(directory: Path, draft: Mapping[str, Any], target: Mapping[str, Any]) -> None:
+def check_shapes(directory: Path, kind: DraftType, draft: Mapping[str, Any], target: Mapping[str, Any]) -> None:
     """Raise `CheckpointError` that names every number in which a draft's config contradicts its target's."""
     differing = [
         f"{key} is {draft.get(key)}, the target's is {target.get(key)}"
         for key in ("hidden_size", "vocab_size")
         if draft.get(key) != target.get(key)
     ]
-    taps, layers = draft.get("eagle_aux_hidden_state_layer_ids"), target["num_hidden_layers"]
-    if isinstance(taps, list) and any(not isinstance(layer, int) or not 0 < layer < layers for layer in taps):
+    try:
+        taps = list(kind.tap_layers(draft))
+    except KeyError:
+        # Said by whoever loads it.
+        taps = []
+    layers = target["num_hidden_layers"]
+    if any(not isinstance(layer, int) or not 0 < layer < layers for layer in taps):
         differing.append(f"it taps layers {taps}, the target has layers 1 to {layers - 1} to tap")
     size, vocab_size = draft.get("draft_vocab_size"), draft.get("vocab_size")
     if isinstance(size, int) and isinstance(vocab_size, int) and not 0 < size < vocab_size:

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from trainer_bridge.draft import checkpoint
+from trainer_bridge.draft import checkpoint, registry
 from trainer_bridge.errors import CheckpointError
 
 FORMAT = "specdraft-learner-1"
@@ -59,9 +59,10 @@ def identity_of(draft_config: Mapping[str, Any]) -> dict[str, Any]:
     """What a learner's state must share with the engine to be of use: the draft's architecture and every shape in it."""
     keys = (
         "architectures", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-        "vocab_size", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids",
+        "num_hidden_layers", "vocab_size", "draft_vocab_size",
     )  # fmt: skip
-    return {key: draft_config.get(key) for key in keys}
+    taps = registry.of_config(draft_config).tap_layers(draft_config)
+    return {**{key: draft_config.get(key) for key in keys}, "tap_layers": list(taps)}
 
 
 def write(directory: Path, state: LearnerState) -> None:
@@ -171,7 +172,7 @@ class Checkpointer:
         try:
             if served is not None:
                 config = {**self._draft_config, VERSION_KEY: state.draft_version}
-                checkpoint.save(self.directory / SERVED, served, config)
+                registry.of_config(config).save(self.directory / SERVED, served, config)
             write(self.directory, state)
             self.saved_unix_time_s, self.error = time.time(), None
         except Exception as error:  # noqa: BLE001 - whatever it is, the next checkpoint tries again and the status says so

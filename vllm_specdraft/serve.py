@@ -67,8 +67,13 @@ class Command:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Our own options; everything else goes to vLLM as it is. TARGET is taken off before: among options of another
     parser, argparse cannot tell a positional from an option's value."""
-    parser.add_argument("--draft", default="auto", metavar="DIR|auto", help="draft checkpoint; auto: a new one, kept in the cache")
-    parser.add_argument("--num-speculative-tokens", type=int, default=3, metavar="K", help="draft tokens per step (default: 3)")
+    parser.add_argument(
+        "--draft", default="auto", metavar="DIR|TYPE|auto",
+        help="draft checkpoint, or a draft type (eagle3, dflash): a new one of it, kept in the cache; auto: of the better type",
+    )  # fmt: skip
+    parser.add_argument(
+        "--num-speculative-tokens", type=int, metavar="K", help="draft tokens per step (default: what pays best for its type)"
+    )
     parser.add_argument(
         "--speculate-up-to",
         type=int,
@@ -199,6 +204,7 @@ def _default_target(console: Console) -> Path:
 
 def _draft_for(target: targets.Target, args: argparse.Namespace, console: Console) -> Path:
     """The draft to begin with: what an earlier server kept, the one named, or one made now."""
+    from trainer_bridge.draft import registry
     from vllm_specdraft import drafts, learner_state
 
     targets.check_shapes(target)
@@ -206,10 +212,11 @@ def _draft_for(target: targets.Target, args: argparse.Namespace, console: Consol
         if args.draft != "auto":
             console.line(f"--draft {args.draft} is not used: {kept} was served last; another --checkpoint-dir would start from it")
         return kept
-    if args.draft != "auto":
+    kind = drafts.DEFAULT_TYPE if args.draft == "auto" else args.draft
+    if kind not in registry.names():
         return Path(args.draft)
     with console.working(f"the first draft of {target.directory.name} (made once)"):
-        return drafts.auto(target.directory)
+        return drafts.auto(target.directory, kind=kind)
 
 
 def _check_fit(draft: Path, target: targets.Target, args: argparse.Namespace, console: Console) -> int:
@@ -254,14 +261,18 @@ def build(
         environment["VLLM_PLUGINS"] = ",".join(name for name in wanted if name != PLUGIN)
         return Command(target=str(target), argv=_entry(words), environment=environment, notes=notes)
     assert draft is not None
+    from trainer_bridge.draft import registry
+
     limit = args.speculate_up_to if args.speculate_up_to is not None else (4 if on_cpu else 0)
-    speculative = _speculative_config(draft, tokens=args.num_speculative_tokens, limit=limit)
+    kind = registry.of_config(json.loads((draft / "config.json").read_text()))
+    tokens = args.num_speculative_tokens or kind.default_tokens
+    speculative = _speculative_config(draft, kind.engine_method, tokens=tokens, limit=limit)
     words += ["--speculative-config", json.dumps(speculative), "--worker-extension-cls", WORKER_EXTENSION]
     # Last, and so outermost: it sees every request first.
     words += ["--middleware", security.GUARD]
-    environment |= _plugin_environment(args, draft, environ)
+    environment |= _plugin_environment(args, draft, tokens, environ)
     notes += [
-        f"  {'draft':28} {draft} ({speculative['method']}, {args.num_speculative_tokens} tokens a step)",
+        f"  {'draft':28} {draft} ({kind.name}, {tokens} tokens a step)",
         f"  {'speculation':28} {f'batches up to {limit} in full, up to {2 * limit} one token' if limit else 'always'}",
         f"  {'learning':28} {'off' if args.no_learn else f'in idle windows, slices of at most {args.slice_ms:g} ms'}",
         f"  {'access':28} {_access(options, environ)}",
@@ -269,7 +280,7 @@ def build(
     return Command(target=str(target), argv=_entry(words), environment=environment, notes=notes)
 
 
-def _plugin_environment(args: argparse.Namespace, draft: Path, environ: Mapping[str, str]) -> dict[str, str]:
+def _plugin_environment(args: argparse.Namespace, draft: Path, tokens: int, environ: Mapping[str, str]) -> dict[str, str]:
     """What makes vLLM's processes load and configure the plugin."""
     state_dir = args.state_dir or new_state_dir()
     state_dir.mkdir(parents=True, exist_ok=True)
@@ -277,7 +288,7 @@ def _plugin_environment(args: argparse.Namespace, draft: Path, environ: Mapping[
     engine = EngineConfig(
         draft_dir=str(draft),
         state_dir=str(state_dir),
-        num_speculative_tokens=args.num_speculative_tokens,
+        num_speculative_tokens=tokens,
         learn=not args.no_learn,
         auto_publish=not args.no_auto_publish,
         slice_ms=args.slice_ms,
@@ -315,10 +326,10 @@ def _refuse_contradictions(options: EngineOptions, refused: Mapping[str, str]) -
         raise SettingsError(f"{name} does not go with specdraft ({refused[name]}); leave it out{plain}")
 
 
-def _speculative_config(draft: Path, *, tokens: int, limit: int) -> dict[str, object]:
+def _speculative_config(draft: Path, method: str, *, tokens: int, limit: int) -> dict[str, object]:
     """vLLM's speculative config for a draft checkpoint; `limit`: largest batch drafted for in full, 0 for all."""
     config: dict[str, object] = {
-        "method": _method_of(json.loads((draft / "config.json").read_text())),
+        "method": method,
         "model": str(draft),
         "num_speculative_tokens": tokens,
     }
@@ -347,12 +358,6 @@ def become(command: Command) -> None:
 
 def _entry(options: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "vllm_specdraft.serve_entry", *options]
-
-
-def _method_of(config: Mapping[str, object]) -> str:
-    from trainer_bridge.draft import registry
-
-    return registry.of_config(config).engine_method
 
 
 def _plugin_names() -> set[str]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_specdraft import methods
 from vllm_specdraft.served import fingerprint, fused_into, off_by, tolerance_of
 from vllm_specdraft.shards import local_weight
 
@@ -41,7 +42,7 @@ class DraftSwap:
     """Swaps the draft of one model runner."""
 
     def __init__(self, runner: Any) -> None:
-        self._runner = runner
+        self._runner, self._method = runner, methods.of(runner.vllm_config.speculative_config.method)
         target = runner.get_model()
         self._target_modules = {id(module) for module in target.modules()}
         self._target = target
@@ -103,8 +104,9 @@ class DraftSwap:
         config = self._runner.vllm_config
         with set_current_vllm_config(config):
             initialize_layerwise_reload(self.model)
-            self.model.load_weights(iter(state.items()))
+            self._method.load(self.model, state)
             finalize_layerwise_reload(self.model, config.speculative_config.draft_model_config)
+            self._method.derive(self.model, state)
 
     def _check(self, state: Mapping[str, torch.Tensor]) -> None:
         """Every linear function of the served draft must equal the loaded weights on fixed inputs, every vector its value.
@@ -113,7 +115,7 @@ class DraftSwap:
         """
         generator = torch.Generator().manual_seed(0)
         used: set[str] = set()
-        for name, module, keys in _functions(self.model):
+        for name, module, keys in self._functions():
             if absent := [key for key in keys if key not in state]:
                 raise SwapError(f"nothing was loaded into {name}: the draft has no {', '.join(absent)}")
             used.update(keys)
@@ -123,7 +125,7 @@ class DraftSwap:
             if not (error := off_by(module, x, weight)) <= tolerance_of(x.dtype):
                 raise SwapError(f"after the swap {name} is off by {error:.3g}: its weights did not arrive")
         for name, value in self.model.named_parameters():
-            key = _checkpoint_name(name)
+            key = self._method.checkpoint_name(name)
             # An empty one is a weight that was packed away; its function was checked above.
             if not value.numel() or key in used or fused_into(key):
                 continue
@@ -132,21 +134,18 @@ class DraftSwap:
             used.add(key)
             if not torch.equal(value.data[: len(state[key])], state[key].to(value.dtype)):
                 raise SwapError(f"after the swap {name} does not hold the loaded values")
+        for name, error in self._method.off_by(self.model, state).items():
+            if not error <= tolerance_of(self._runner.vllm_config.model_config.dtype):
+                raise SwapError(f"after the swap {name} are off by {error:.3g}")
         if missed := sorted(key for key, value in state.items() if value.dim() == 2 and key not in used):
             raise SwapError(f"no served layer takes {missed}")
 
-
-def _checkpoint_name(name: str) -> str:
-    name = name.removeprefix("model.").replace("layers.0.", "midlayer.")
-    return "d2t" if name == "draft_id_to_target_id" else name
-
-
-def _functions(model: nn.Module) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-    """Name, served module and the checkpoint names of its weight's rows, for every linear layer of the draft."""
-    for name, module in model.named_modules():
-        if hasattr(module, "quant_method") and hasattr(module, "weight"):
-            key = f"{_checkpoint_name(name)}.weight"
-            yield name, module, fused_into(key) or (key,)
+    def _functions(self) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+        """Name, served module and the checkpoint names of its weight's rows, for every linear layer of the draft."""
+        for name, module in self.model.named_modules():
+            if hasattr(module, "quant_method") and hasattr(module, "weight"):
+                key = f"{self._method.checkpoint_name(name)}.weight"
+                yield name, module, fused_into(key) or (key,)
 
 
 class _Snapshot:

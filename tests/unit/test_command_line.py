@@ -55,7 +55,7 @@ def become(monkeypatch: pytest.MonkeyPatch, draft_dir: Path, tmp_path: Path) -> 
     monkeypatch.setattr(serve, "become", seen.append)
     monkeypatch.setattr(embedded, "ensure", lambda **_: target_dir(tmp_path / "default-model"))
     monkeypatch.setattr(embedded, "is_converted", lambda: True)
-    monkeypatch.setattr(drafts, "auto", lambda target: draft_dir)
+    monkeypatch.setattr(drafts, "auto", lambda target, kind: draft_dir)
     monkeypatch.setattr(preflight, "available_bytes", lambda: 64 * preflight.GIB)
     return seen
 

@@ -109,7 +109,7 @@ def test_a_file_of_another_program_is_refused(tmp_path: Path) -> None:
         learner_state.read(tmp_path, IDENTITY)
 
 
-@pytest.mark.parametrize("key", ["hidden_size", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "architectures"])
+@pytest.mark.parametrize("key", ["hidden_size", "draft_vocab_size", "tap_layers", "architectures"])
 def test_the_state_of_another_draft_is_refused_by_what_differs(tmp_path: Path, key: str) -> None:
     written(tmp_path)
     with pytest.raises(CheckpointError, match=f"another draft: its {key} is .*--checkpoint-dir"):

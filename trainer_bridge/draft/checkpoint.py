@@ -72,14 +72,20 @@ def _replace(directory: Path, staging: Path) -> None:
     retired.rename(staging)
 
 
-def save(directory: Path, state: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+def save(
+    directory: Path, state: Mapping[str, torch.Tensor], config: Mapping[str, Any], files: Mapping[str, bytes] | None = None
+) -> None:
     """Write a checkpoint so that a reader, or a restart after a crash, sees the whole old one or the whole new one.
 
     It is written to a sibling folder, which then takes the place of `directory` in one step. Raises `CheckpointError` when
     `directory` is there and holds anything but an earlier checkpoint: saving must not delete what it did not write.
+
+    Args:
+        files: further ones by name, which engines read beside the weights.
     """
     if directory.exists():
-        others = sorted({path.name for path in directory.iterdir()} - {WEIGHTS, CONFIG}) if directory.is_dir() else ["a file"]
+        ours = {WEIGHTS, CONFIG, *(files or {})}
+        others = sorted({path.name for path in directory.iterdir()} - ours) if directory.is_dir() else ["a file"]
         if others or not _same_kind(directory, config):
             raise CheckpointError(
                 f"{directory} is there and is no draft checkpoint ({', '.join(others[:3]) or CONFIG}): name another"
@@ -89,8 +95,10 @@ def save(directory: Path, state: Mapping[str, torch.Tensor], config: Mapping[str
     try:
         save_file({name: tensor.detach().contiguous() for name, tensor in state.items()}, staging / WEIGHTS)
         (staging / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        for name, content in (files or {}).items():
+            (staging / name).write_bytes(content)
         staging.chmod(0o755)
-        for path in (staging / WEIGHTS, staging / CONFIG, staging):
+        for path in (*staging.iterdir(), staging):
             sync(path)
         if directory.exists():
             _replace(directory, staging)

@@ -131,6 +131,10 @@ class DraftType(abc.ABC):
     """How users name it, e.g. ``eagle3``."""
     engine_method: str
     """vLLM's speculative ``method``."""
+    architecture: str
+    """What a checkpoint's config names this type by."""
+    default_tokens: int
+    """Tokens proposed per step unless somebody says otherwise: what pays best on a CPU, see the README."""
 
     def default_tap_layers(self, target: TargetSpec) -> tuple[int, ...]:
         """Layers whose inputs are tapped: low, middle, high, those that EAGLE-3 and vLLM use. Raises `ConfigError`."""
@@ -140,9 +144,41 @@ class DraftType(abc.ABC):
         middle = max(low + 1, target.num_layers // 2)
         return (low, middle, max(middle + 1, target.num_layers - 3))
 
-    @abc.abstractmethod
     def configure(self, target: TargetSpec, *, tap_layers: Sequence[int], draft_vocab_size: int) -> dict[str, Any]:
-        """The checkpoint's ``config.json`` for a new draft of this target, in the public layout."""
+        """The checkpoint's ``config.json`` for a new draft of this target, in the public layout. Raises `ConfigError`."""
+        outside = [layer for layer in tap_layers if not 0 < layer < target.num_layers]
+        if not tap_layers or outside or list(tap_layers) != sorted(set(tap_layers)):
+            # vLLM taps in ascending order, whatever the config's order is.
+            raise ConfigError(f"tap layers {tuple(tap_layers)}: needs distinct ascending layers in 1..{target.num_layers - 1}")
+        if not 0 < draft_vocab_size < target.vocab_size:
+            # At equal size vLLM expects no map between the vocabularies and shares the target's head.
+            raise ConfigError(
+                f"draft vocabulary of {draft_vocab_size} tokens; needs 1..{target.vocab_size - 1}, below the target's"
+            )
+        return {
+            "architectures": [self.architecture],
+            "dtype": "float32",
+            "hidden_size": target.hidden_size,
+            "intermediate_size": target.intermediate_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": target.num_heads,
+            "num_key_value_heads": target.num_kv_heads,
+            "head_dim": target.head_dim,
+            "hidden_act": "silu",
+            "vocab_size": target.vocab_size,
+            "draft_vocab_size": draft_vocab_size,
+            "rms_norm_eps": target.rms_norm_eps,
+            "rope_theta": target.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": target.rope_theta, **target.rope_scaling},
+            "max_position_embeddings": target.max_positions,
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            **self.own_config(target, tap_layers),
+        }
+
+    @abc.abstractmethod
+    def own_config(self, target: TargetSpec, tap_layers: Sequence[int]) -> dict[str, Any]:
+        """Entries of the checkpoint's config beyond, or instead of, those that all types have."""
 
     @abc.abstractmethod
     def tap_layers(self, config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -183,9 +219,19 @@ class DraftType(abc.ABC):
     def objective(self, model: nn.Module, target: FrozenTarget, *, passes: int) -> Objective:
         """The training objective for a model of this type, with `passes` drafted tokens."""
 
-    @abc.abstractmethod
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Whether a checkpoint's ``config.json`` is of this type."""
+        return self.architecture in (config.get("architectures") or ())
+
+    def files(self, state: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, bytes]:
+        """What the public layout has beside ``config.json`` and ``model.safetensors``, by file name."""
+        return {}
+
+    def save(self, directory: Path, state: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+        """Write a checkpoint directory, all of it or nothing. Raises `CheckpointError`, see `checkpoint.save`."""
+        from trainer_bridge.draft import checkpoint
+
+        checkpoint.save(directory, state, config, self.files(state, config))
 
     def load(self, directory: Path) -> tuple[nn.Module, dict[str, Any]]:
         """Model and config from a checkpoint directory. Raises `CheckpointError`."""

@@ -6,11 +6,12 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from trainer_bridge.draft.dflash import DFlash
 from trainer_bridge.draft.eagle3 import Eagle3
 from trainer_bridge.draft.interface import DraftType
 from trainer_bridge.errors import CheckpointError, ConfigError
 
-_TYPES: dict[str, DraftType] = {kind.name: kind for kind in (Eagle3(),)}
+_TYPES: dict[str, DraftType] = {kind.name: kind for kind in (Eagle3(), DFlash())}
 
 
 def names() -> list[str]:

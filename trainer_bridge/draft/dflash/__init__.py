@@ -1,1 +1,5 @@
-"""DFlash (arXiv 2602.06036): one draft pass for a whole block of tokens."""
+"""DFlash drafts (arXiv 2602.06036): one pass for a whole block of tokens over tapped hidden states."""
+
+from trainer_bridge.draft.dflash.kind import DFlash
+
+__all__ = ["DFlash"]

@@ -1,7 +1,8 @@
-"""DFlash as a draft type: defaults, checkpoint config, warm start."""
+"""DFlash as a draft type: defaults, checkpoint layout, warm start."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,9 +12,8 @@ from torch import nn
 from trainer_bridge.draft.dflash.model import DFlashDraft
 from trainer_bridge.draft.dflash.objective import BlockObjective
 from trainer_bridge.draft.interface import DraftType, FrozenTarget, TargetSpec
-from trainer_bridge.errors import ConfigError
 
-ARCHITECTURE = "DFlashDraftModel"
+MASK_FILE = "mask_embedding.pt"
 BLOCK = 8
 """Slots of a block that the checkpoint is made for; how many are used is for training and engine to say."""
 
@@ -23,34 +23,12 @@ class DFlash(DraftType):
 
     name = "dflash"
     engine_method = "dflash"
+    architecture = "DFlashDraftModel"
+    default_tokens = 4
 
-    def configure(self, target: TargetSpec, *, tap_layers: Sequence[int], draft_vocab_size: int) -> dict[str, Any]:
-        outside = [layer for layer in tap_layers if not 0 < layer < target.num_layers]
-        if not tap_layers or outside or list(tap_layers) != sorted(set(tap_layers)):
-            raise ConfigError(f"tap layers {tuple(tap_layers)}: needs distinct ascending layers in 1..{target.num_layers - 1}")
-        if not 0 < draft_vocab_size < target.vocab_size:
-            raise ConfigError(
-                f"draft vocabulary of {draft_vocab_size} tokens; needs 1..{target.vocab_size - 1}, below the target's"
-            )
+    def own_config(self, target: TargetSpec, tap_layers: Sequence[int]) -> dict[str, Any]:
         return {
-            "architectures": [ARCHITECTURE],
             "model_type": "qwen3",
-            "dtype": "float32",
-            "hidden_size": target.hidden_size,
-            "intermediate_size": target.intermediate_size,
-            "num_hidden_layers": 1,
-            "num_attention_heads": target.num_heads,
-            "num_key_value_heads": target.num_kv_heads,
-            "head_dim": target.head_dim,
-            "hidden_act": "silu",
-            "vocab_size": target.vocab_size,
-            "draft_vocab_size": draft_vocab_size,
-            "rms_norm_eps": target.rms_norm_eps,
-            "rope_theta": target.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": target.rope_theta, **target.rope_scaling},
-            "max_position_embeddings": target.max_positions,
-            "tie_word_embeddings": False,
-            "attention_bias": False,
             "block_size": BLOCK,
             # The last id of a vocabulary is rarely anything that a model says; its embedding is not used.
             "dflash_config": {"mask_token_id": target.vocab_size - 1, "target_layer_ids": [layer - 1 for layer in tap_layers]},
@@ -73,6 +51,9 @@ class DFlash(DraftType):
             model.norm.weight.copy_(layers["model.norm.weight"])
             # The highest tap passes through; the lower ones start as small corrections.
             model.fc.weight[:, -hidden:].add_(torch.eye(hidden))
+            # The trunk goes through the layer's projections as the target's states go through the target's.
+            gain = layers[f"{prefix}input_layernorm.weight"]
+            model.hidden_norm.weight.copy_(gain)
             model.mask_embedding.copy_(target.embedding.float().mean(0))
             for layer in model.each_layer():
                 layer.mlp.load_state_dict(
@@ -80,12 +61,18 @@ class DFlash(DraftType):
                 )
                 for part in ("q", "k", "v", "o"):
                     getattr(layer.self_attn, f"{part}_proj").weight.copy_(layers[f"{prefix}self_attn.{part}_proj.weight"])
-                layer.input_layernorm.weight.copy_(layers[f"{prefix}input_layernorm.weight"])
+                for part in ("q", "k"):
+                    if (norm := layers.get(f"{prefix}self_attn.{part}_norm.weight")) is not None:
+                        getattr(layer.self_attn, f"{part}_norm").weight.copy_(norm)
+                layer.input_layernorm.weight.copy_(gain)
                 layer.post_attention_layernorm.weight.copy_(layers[f"{prefix}post_attention_layernorm.weight"])
+
+    def files(self, state: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, bytes]:
+        # Where vLLM looks for it; among the weights it is as well.
+        content, mask = io.BytesIO(), state["mask_embedding"].detach().clone()
+        torch.save({"embedding": mask, "mask_token_id": config["dflash_config"]["mask_token_id"]}, content)
+        return {MASK_FILE: content.getvalue()}
 
     def objective(self, model: nn.Module, target: FrozenTarget, *, passes: int) -> BlockObjective:
         assert isinstance(model, DFlashDraft)
         return BlockObjective(model, target, passes=passes)
-
-    def recognises(self, config: Mapping[str, Any]) -> bool:
-        return ARCHITECTURE in (config.get("architectures") or ())

@@ -48,7 +48,7 @@ class Layer(nn.Module):
 
 
 class DFlashDraft(DraftModel):
-    """DFlash draft. ``state_dict`` names are the checkpoint's names; ``mask_embedding`` lies in a file of its own there.
+    """DFlash draft. ``state_dict`` names are the checkpoint's names; ``mask_embedding`` also lies in a file of its own there.
 
     The target's embedding is borrowed at call time and is no parameter of the draft.
     """

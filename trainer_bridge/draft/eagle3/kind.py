@@ -11,9 +11,6 @@ from torch import nn
 from trainer_bridge.draft.eagle3.model import Eagle3Draft
 from trainer_bridge.draft.eagle3.objective import TrainingTimeTest
 from trainer_bridge.draft.interface import DraftType, FrozenTarget, TargetSpec
-from trainer_bridge.errors import ConfigError
-
-ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 
 class Eagle3(DraftType):
@@ -21,36 +18,12 @@ class Eagle3(DraftType):
 
     name = "eagle3"
     engine_method = "eagle3"
+    architecture = "LlamaForCausalLMEagle3"
+    default_tokens = 3
 
-    def configure(self, target: TargetSpec, *, tap_layers: Sequence[int], draft_vocab_size: int) -> dict[str, Any]:
-        outside = [layer for layer in tap_layers if not 0 < layer < target.num_layers]
-        if not tap_layers or outside or list(tap_layers) != sorted(set(tap_layers)):
-            # vLLM taps in ascending order, whatever the config's order is.
-            raise ConfigError(f"tap layers {tuple(tap_layers)}: needs distinct ascending layers in 1..{target.num_layers - 1}")
-        if not 0 < draft_vocab_size < target.vocab_size:
-            # At equal size vLLM expects no map between the vocabularies and shares the target's head.
-            raise ConfigError(
-                f"draft vocabulary of {draft_vocab_size} tokens; needs 1..{target.vocab_size - 1}, below the target's"
-            )
+    def own_config(self, target: TargetSpec, tap_layers: Sequence[int]) -> dict[str, Any]:
         return {
-            "architectures": [ARCHITECTURE],
             "model_type": "llama",
-            "dtype": "float32",
-            "hidden_size": target.hidden_size,
-            "intermediate_size": target.intermediate_size,
-            "num_hidden_layers": 1,
-            "num_attention_heads": target.num_heads,
-            "num_key_value_heads": target.num_kv_heads,
-            "head_dim": target.head_dim,
-            "hidden_act": "silu",
-            "vocab_size": target.vocab_size,
-            "draft_vocab_size": draft_vocab_size,
-            "rms_norm_eps": target.rms_norm_eps,
-            "rope_theta": target.rope_theta,
-            "rope_parameters": {"rope_type": "default", "rope_theta": target.rope_theta, **target.rope_scaling},
-            "max_position_embeddings": target.max_positions,
-            "tie_word_embeddings": False,
-            "attention_bias": False,
             "eagle_aux_hidden_state_layer_ids": list(tap_layers),
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(tap_layers), "use_aux_hidden_state": True},
         }
@@ -89,9 +62,6 @@ class Eagle3(DraftType):
     def objective(self, model: nn.Module, target: FrozenTarget, *, passes: int) -> TrainingTimeTest:
         assert isinstance(model, Eagle3Draft)
         return TrainingTimeTest(model, target, passes=passes)
-
-    def recognises(self, config: Mapping[str, Any]) -> bool:
-        return ARCHITECTURE in (config.get("architectures") or ())
 
 
 def _with_norm(weight: torch.Tensor, norm: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
