@@ -47,10 +47,12 @@ class EngineConfig:
     """Share of prompts (by group) that is never trained on and decides what is published."""
     min_samples: int = 12
     """Training samples that must be there before learning starts."""
+    batch_samples: int | None = None
+    """Samples per optimizer step; None: as the draft's type learns best."""
+    anchor_share: float | None = None
+    """Share of their anchors, drawn anew each time, that is trained; None: as the draft's type learns best."""
     deep_anchor_share: float = 1.0
-    """Share of the anchors, drawn anew each time, that is trained beyond the first pass."""
-    batch_samples: int = 2
-    """Samples per optimizer step."""
+    """Share of those that is trained beyond the first pass."""
     learn_dtype: str = "auto"
     """Dtype of the factors of training's matrix products, one of `LEARN_DTYPES`; ``auto``: bfloat16 where this processor multiplies
     in it. Each product is rounded once; weights, optimizer and everything between are fp32 in any case."""
@@ -109,15 +111,16 @@ class EngineConfig:
                         "patience_evaluations")  # fmt: skip
         # Written so that a NaN is refused as well.
         for name in positive:
-            if not getattr(self, name) > 0:
-                raise SettingsError(f"{name} is {getattr(self, name)}, must be above 0")
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise SettingsError(f"{name} is {value}, must be above 0")
         for name in not_negative:
             if not getattr(self, name) >= 0:
                 raise SettingsError(f"{name} is {getattr(self, name)}, must not be negative")
         if not 0 < self.held_out_share < 1:
             raise SettingsError(f"held_out_share is {self.held_out_share}, must lie between 0 and 1")
-        if not 0 < self.deep_anchor_share <= 1:
-            raise SettingsError(f"deep_anchor_share is {self.deep_anchor_share}, must lie in (0, 1]")
+        for name in ("deep_anchor_share", "anchor_share"):
+            if (value := getattr(self, name)) is not None and not 0 < value <= 1:
+                raise SettingsError(f"{name} is {value}, must lie in (0, 1]")
         if self.learn_dtype not in LEARN_DTYPES:
             raise SettingsError(f"learn_dtype is {self.learn_dtype!r}, must be one of {', '.join(LEARN_DTYPES)}")
         if not 0 <= self.long_quota < 1:

@@ -228,6 +228,7 @@ def warm_start_gain(target: Path, draft: Path, *, answer_tokens: int = 48, steps
     import torch
 
     from trainer_bridge.draft import checkpoint, registry
+    from trainer_bridge.draft.packing import pack
 
     config, weights = read_target(target)
     frozen = frozen_of(target, config, weights)
@@ -242,6 +243,7 @@ def warm_start_gain(target: Path, draft: Path, *, answer_tokens: int = 48, steps
         # The same draft vocabulary: what is compared is the weights.
         plain.get_buffer(name).copy_(buffer)
     measured = []
+    draft_type.meet(model, frozen, pack(samples[:-HELD_OUT], passes))
     for candidate in (plain, model):
         objective = draft_type.objective(candidate, frozen, passes=passes)
         _learn(candidate, objective, samples[:-HELD_OUT], passes, steps)

@@ -18,7 +18,7 @@ from torch import nn
 
 from trainer_bridge.draft import checkpoint, products
 from trainer_bridge.draft.interface import Acceptance, DraftType, FrozenTarget, Objective
-from trainer_bridge.draft.packing import DeepAnchors, microbatches
+from trainer_bridge.draft.packing import AnchorSampling, microbatches, pack
 from trainer_bridge.errors import SampleError
 from trainer_bridge.taps import TapSample
 from vllm_specdraft.config import EngineConfig
@@ -29,6 +29,8 @@ from vllm_specdraft.teachers import Teachers
 
 MAX_ROWS = 1024
 """Rows per packed microbatch: bounds the trunk's piece."""
+FIRST_SAMPLES = 8
+"""Samples that a new draft is shown before its first step."""
 
 
 class AnchorBudget:
@@ -117,7 +119,12 @@ class Learner:
         self._fresh_at = 0
         self.gate = Gate(min_gain=config.publish_min_gain)
         self._patience = Patience(evaluations=config.patience_evaluations)
-        self._deep = DeepAnchors(share=config.deep_anchor_share, random=torch.Generator().manual_seed(config.seed))
+        self._batch_samples = config.batch_samples or kind.batch_samples
+        self._sampling = AnchorSampling(
+            share=config.anchor_share or kind.anchor_share,
+            deep_share=config.deep_anchor_share,
+            random=torch.Generator().manual_seed(config.seed),
+        )
         self._dtype = _product_dtype(config.learn_dtype)
         self._budget = AnchorBudget(config.slice_ms)
         self._losses: deque[float] = deque(maxlen=20)
@@ -293,6 +300,9 @@ class Learner:
         return model
 
     def _endless(self) -> Iterator[None]:
+        if self.progress.steps == 0:
+            self._meet()
+            yield
         while True:
             if self.progress.steps % self.config.evaluate_every_steps == 0:
                 self._adapt_vocabulary()
@@ -300,6 +310,13 @@ class Learner:
             yield from self._step()
             if self.progress.steps % self.config.evaluate_every_steps == 0:
                 yield from self._evaluate()
+
+    def _meet(self) -> None:
+        """Show a new draft its first samples."""
+        samples = [sample for sample in self.replay.draw(FIRST_SAMPLES) if self._teachers.knows(sample.policy_version)]
+        if samples:
+            batch = pack(samples, self.config.num_speculative_tokens)
+            self._kind.meet(self._model, self._teachers.of(samples[0].policy_version), batch)
 
     def _adapt_vocabulary(self) -> None:
         changed = self._kind.adapt_vocabulary(self._model, self._teachers.newest, self.replay.token_counts(self._vocab_size))
@@ -315,12 +332,12 @@ class Learner:
 
     def _step(self) -> Iterator[None]:
         """One optimizer step."""
-        samples = [sample for sample in self.replay.draw(self.config.batch_samples) if self._teachers.knows(sample.policy_version)]
+        samples = [sample for sample in self.replay.draw(self._batch_samples) if self._teachers.knows(sample.policy_version)]
         passes = self.config.num_speculative_tokens
         batches = [
             (self._objective_for(self._model, version), batch)
             for version, group in _by_policy(samples).items()
-            for batch in microbatches(group, passes, self._budget.anchors, MAX_ROWS, self._deep)
+            for batch in microbatches(group, passes, self._budget.anchors, MAX_ROWS, self._sampling)
         ]
         normalisers = sum((objective.label_counts(batch) for objective, batch in batches), torch.zeros(passes, dtype=torch.int64))
         self._optimizer.zero_grad(set_to_none=True)

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.attention.padded import PaddedBatch, loss_of
 from trainer_bridge.draft import checkpoint, products, registry
-from trainer_bridge.draft.packing import DeepAnchors, PackedBatch, pack
+from trainer_bridge.draft.packing import AnchorSampling, PackedBatch, pack
 from trainer_bridge.taps import TapSample
 from vllm_specdraft import drafts
 from vllm_specdraft.config import EngineConfig
@@ -77,11 +77,11 @@ class Learners:
     def gains(self) -> dict[str, float]:
         """By part of the learner's way, how much longer the same samples take without it, in fp32."""
         part = self.samples[:PADDED_ROWS]
-        deep = DeepAnchors(share=0.25, random=torch.Generator().manual_seed(0))
+        sampling = AnchorSampling(deep_share=0.25, random=torch.Generator().manual_seed(0))
         ways = {
             "all": [pack(part, PASSES)],
             **{without: _batches_without(without, part) for without in PARTS},
-            "sampled anchors": [pack(part, PASSES, deep=deep)],
+            "sampled anchors": [pack(part, PASSES, sampling=sampling)],
         }
         seconds = {name: min(self._seconds(batches) for _ in range(3)) for name, batches in ways.items()}
         return {
@@ -162,7 +162,7 @@ class Learners:
         model, _ = self._kind.load(self._draft)
         objective = self._kind.objective(model, self.target, passes=PASSES)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
-        draw, count = random.Random(0), EngineConfig(draft_dir="", state_dir="").batch_samples
+        draw, count = random.Random(0), self._kind.batch_samples
         ends = time.perf_counter() + seconds
         while time.perf_counter() < ends:
             batches = _batches_without(part, draw.sample(self.samples, count))

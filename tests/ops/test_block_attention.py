@@ -81,5 +81,24 @@ def test_what_does_not_fit_is_refused() -> None:
         block_attention(*leaves, CU, DOCUMENT[:3], PREFIX)
     with pytest.raises(ValueError, match="in the order of their documents"):
         block_attention(*leaves, CU, DOCUMENT, PREFIX.flip(0) * 0 + torch.tensor([3, 2, 1, 1, 0, 0, 0]))
-    with pytest.raises(ValueError, match=r"must be \[7 blocks, 4 slots"):
-        block_attention(*leaves[:3], leaves[3][:, :2], leaves[4][:, :2], CU, DOCUMENT, PREFIX)
+    with pytest.raises(ValueError, match=r"must be \[7 blocks, slots"):
+        block_attention(*leaves[:4], leaves[4][:, :2], CU, DOCUMENT, PREFIX)
+    with pytest.raises(ValueError, match="needs the queries of all 4 slots, not of 2"):
+        block_attention(leaves[0][:, :2], *leaves[1:], CU, DOCUMENT, PREFIX, slots=SLOTS)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_queries_of_some_slots_are_those_of_all(backend: str) -> None:
+    """Of a slot without a query the others still see keys and values, and its query's gradient is that of nothing."""
+    leaves = leaves_of((7, 4, 2, 40), (12, 1, 40), (7, 4, 1, 40))
+    with needs(backend):
+        whole, _ = block_attention(*leaves, CU, DOCUMENT, PREFIX, backend=backend)
+        weights = torch.linspace(-1, 2, whole.numel(), dtype=whole.dtype).view(whole.shape).clone()
+        weights[:, 0] = 0
+        wanted = torch.autograd.grad((whole * weights).sum(), leaves)
+        some, lse = block_attention(leaves[0][:, 1:], *leaves[1:], CU, DOCUMENT, PREFIX, backend=backend)
+        found = torch.autograd.grad((some * weights[:, 1:]).sum(), leaves)
+    assert some.shape == (7, 3, 2, 40) and lse.shape == (7, 3, 2)
+    assert_close(some, whole[:, 1:], OPERATOR_FP64, "output")
+    for name, mine, theirs in zip(NAMES, found, wanted, strict=True):
+        assert_close(mine, theirs, OPERATOR_FP64, f"d {name}")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.builders import HIDDEN, TAP_LAYERS, generator, sample
-from trainer_bridge.draft.packing import DeepAnchors, PackedBatch, microbatches, pack
+from trainer_bridge.draft.packing import AnchorSampling, PackedBatch, microbatches, pack
 from trainer_bridge.taps import TapSample
 
 MASKS = st.lists(st.text(alphabet=".A", min_size=2, max_size=14), min_size=1, max_size=5)
@@ -126,7 +126,7 @@ def test_prompts_are_never_anchors_and_never_labels() -> None:
 
 def test_a_span_keeps_the_whole_trunk_and_drops_rows_nobody_needs() -> None:
     one = numbered("..AAAAAAAA", 0)
-    batch = pack([one], 2, [(3, 5)])
+    batch = pack([one], 2, [torch.tensor([3, 4])])
     assert batch.anchors.tolist() == [3, 4]
     # Anchor 4's second pass takes row 6 as its teacher; rows 7 and 8 serve nobody.
     assert [origin(batch, row)[1] for row in range(batch.taps.shape[0])] == [0, 1, 2, 3, 4, 5, 6]
@@ -173,13 +173,33 @@ def test_microbatches_cover_every_anchor_once(masks: list[str], passes: int, max
 def test_a_share_of_the_anchors_goes_beyond_the_first_pass() -> None:
     """The first pass is everybody's; later labels are all of an anchor's or none, and about the share that was asked for."""
     whole = pack([sample("." + "A" * 400)], 3)
-    deep = DeepAnchors(share=0.25, random=generator(0))
-    some = pack([sample("." + "A" * 400)], 3, deep=deep)
+    sampling = AnchorSampling(deep_share=0.25, random=generator(0))
+    some = pack([sample("." + "A" * 400)], 3, sampling=sampling)
     assert torch.equal(some.valid[:, 0], whole.valid[:, 0])
     stays = some.valid[:, 1]
     assert 60 < int(stays.sum()) < 140
     assert torch.equal(some.valid[stays], whole.valid[stays])
     assert not some.valid[~stays, 1:].any()
     # Drawn anew each time.
-    again = pack([sample("." + "A" * 400)], 3, deep=deep)
+    again = pack([sample("." + "A" * 400)], 3, sampling=sampling)
     assert not torch.equal(again.valid, some.valid)
+
+
+def test_a_share_of_the_anchors_is_trained_at_all() -> None:
+    """Whole anchors, drawn anew each time; what is counted is what is there, and an answer never loses all of its anchors."""
+    samples = [sample("." + "A" * 400), sample("." + "A" * 3, seed=1)]
+    sampling = AnchorSampling(share=0.1, random=generator(0))
+    drawn = [list(microbatches(samples, 3, 16, 5000, sampling)) for _ in range(2)]
+    taken = []
+    for batches in drawn:
+        assert max(batch.anchors.shape[0] for batch in batches) <= 16
+        # The long one is cut into several runs, each with its whole trunk.
+        assert len(batches) > 1
+        rows = [int(batch.positions[row]) for batch in batches for row in batch.anchors if batch.taps.shape[0] > 4]
+        assert 20 < len(rows) < 70
+        taken.append(rows)
+    assert taken[0] != taken[1]
+    tiny = AnchorSampling(share=1e-9, random=generator(1))
+    for batch in microbatches(samples, 3, 16, 5000, tiny):
+        counts = torch.bincount(batch.document[batch.anchors], minlength=batch.num_documents)
+        assert counts.tolist() == [1] * batch.num_documents

@@ -133,6 +133,10 @@ class DraftType(abc.ABC):
     """vLLM's speculative ``method``."""
     architecture: str
     """What a checkpoint's config names this type by."""
+    batch_samples: int = 2
+    """Samples per optimizer step, unless somebody says otherwise."""
+    anchor_share: float = 1.0
+    """Share of their anchors that is trained, drawn anew each time, unless somebody says otherwise."""
     default_tokens: int
     """Tokens proposed per step unless somebody says otherwise: what pays best on a CPU, see the README."""
 
@@ -191,6 +195,13 @@ class DraftType(abc.ABC):
     @abc.abstractmethod
     def warm_start(self, model: nn.Module, target: FrozenTarget, layers: Mapping[str, torch.Tensor]) -> None:
         """Write what the target's weights can give a new draft (`layers`: the target's state dict, Hugging Face names)."""
+
+    def meet(self, model: nn.Module, target: FrozenTarget, batch: PackedBatch) -> bool:
+        """Take from the first samples, before the first step, what the target's weights alone could not give a new draft.
+
+        Returns whether anything was changed; a draft that has learned is left as it is.
+        """
+        return False
 
     def set_vocabulary(self, model: nn.Module, kept: torch.Tensor) -> None:
         """Let the draft propose exactly the target ids `kept` ``[draft_vocab]``; for types with a reduced vocabulary."""

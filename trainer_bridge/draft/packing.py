@@ -68,57 +68,63 @@ def _rows_of(sample: TapSample, passes: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepAnchors:
-    """A random share of the anchors goes on to passes 2 and later; the others are trained in pass 1 only.
+class AnchorSampling:
+    """A random share of the anchors, drawn anew each time.
 
-    Exact for those that go on, because later passes depend on their own anchor only; their labels are counted by
-    `PackedBatch.label_counts` like all others, so the expected gradient is that of all anchors.
+    Exact for those that are taken, because an anchor's passes depend on no other anchor; `PackedBatch.label_counts` counts what is
+    there, so the expected gradient is that of all anchors.
     """
 
-    share: float
+    share: float = 1.0
+    """Of the anchors that are trained at all: neighbours in one answer teach much the same."""
+    deep_share: float = 1.0
+    """Of those, the ones that go on to passes 2 and later."""
     random: torch.Generator
 
+    def take(self, rows: torch.Tensor) -> torch.Tensor:
+        """Those of the anchors `rows` that are trained; at least one of any."""
+        if self.share >= 1 or not rows.numel():
+            return rows
+        stays = torch.rand(rows.shape[0], generator=self.random)
+        return rows[stays <= max(self.share, float(stays.min()))]
+
     def limit(self, valid: torch.Tensor) -> torch.Tensor:
-        """`valid` ``[A, D]`` without the later labels of those left out."""
-        if self.share >= 1:
+        """`valid` ``[A, D]`` without the later labels of those that do not go on."""
+        if self.deep_share >= 1:
             return valid
-        stays = torch.rand(valid.shape[0], generator=self.random) < self.share
+        stays = torch.rand(valid.shape[0], generator=self.random) < self.deep_share
         return torch.cat([valid[:, :1], valid[:, 1:] & stays[:, None]], 1)
 
 
 def pack(
     samples: Sequence[TapSample],
     passes: int,
-    spans: Sequence[tuple[int, int]] | None = None,
-    deep: DeepAnchors | None = None,
+    rows: Sequence[torch.Tensor] | None = None,
+    sampling: AnchorSampling | None = None,
 ) -> PackedBatch:
     """Lay samples end to end.
 
     Args:
         samples: at least one.
         passes: ``D`` >= 1.
-        spans: per sample the half-open range of rows whose anchors are taken; all by default. Rows after the last one
-            needed as a teacher are left out, earlier rows stay: they are the anchors' trunk.
-        deep: which anchors have labels after pass 1; all that can by default.
+        rows: per sample its anchors, ascending and at least one; all that it has by default. Rows after the last one needed as a
+            teacher are left out, earlier rows stay: they are the anchors' trunk.
+        sampling: which anchors have labels after pass 1; all that can by default.
     """
     taps, final, positions, document, futures, anchors, valids = [], [], [], [], [], [], []
     offset = 0
     for index, sample in enumerate(samples):
-        first, stop = spans[index] if spans else (0, sample.num_tokens - 1)
-        rows = min(sample.num_tokens - 1, stop + passes)
         future, valid = _rows_of(sample, passes)
-        chosen = valid[:, 0].clone()
-        chosen[:first] = False
-        chosen[stop:] = False
-        picked = chosen.nonzero().squeeze(1)
-        taps.append(sample.taps[:rows])
-        final.append(sample.final[:rows])
-        positions.append(sample.positions[:rows])
-        document.append(torch.full((rows,), index))
-        futures.append(future[:rows])
+        picked = rows[index] if rows else valid[:, 0].nonzero().squeeze(1)
+        count = _needed(sample, int(picked[-1]), passes) if rows else sample.num_tokens - 1
+        taps.append(sample.taps[:count])
+        final.append(sample.final[:count])
+        positions.append(sample.positions[:count])
+        document.append(torch.full((count,), index))
+        futures.append(future[:count])
         anchors.append(picked + offset)
-        valids.append(deep.limit(valid[picked]) if deep else valid[picked])
-        offset += rows
+        valids.append(sampling.limit(valid[picked]) if sampling else valid[picked])
+        offset += count
     return PackedBatch(
         taps=torch.cat(taps).float(),
         final=torch.cat(final).float(),
@@ -131,27 +137,33 @@ def pack(
     )
 
 
+def _needed(sample: TapSample, last: int, passes: int) -> int:
+    """Rows of a sample that its anchors up to row `last` need, as trunk and as teachers."""
+    return min(sample.num_tokens - 1, last + 1 + passes)
+
+
 def microbatches(
-    samples: Sequence[TapSample], passes: int, max_anchors: int, max_rows: int, deep: DeepAnchors | None = None
+    samples: Sequence[TapSample], passes: int, max_anchors: int, max_rows: int, sampling: AnchorSampling | None = None
 ) -> Iterator[PackedBatch]:
     """Split samples into packed microbatches of at most `max_anchors` anchors and about `max_rows` rows.
 
-    Short samples share a microbatch; a long one is cut into spans of anchors that keep their whole trunk, which is exact:
-    an EAGLE-3 trunk's keys and values depend on no other row. A single sample may exceed `max_rows`.
+    Short samples share a microbatch; a long one is cut into runs of anchors that keep their whole trunk, which is exact: a
+    trunk's keys and values depend on no other row. A single sample may exceed `max_rows`.
     """
     chosen: list[TapSample] = []
-    spans: list[tuple[int, int]] = []
+    parts: list[torch.Tensor] = []
     anchors = rows = 0
     for sample in samples:
-        indices = _rows_of(sample, passes)[1][:, 0].nonzero().squeeze(1).tolist()
-        for start in range(0, len(indices), max_anchors):
-            part = indices[start : start + max_anchors]
-            needed = min(sample.num_tokens - 1, part[-1] + 1 + passes)
+        picked = _rows_of(sample, passes)[1][:, 0].nonzero().squeeze(1)
+        if sampling is not None:
+            picked = sampling.take(picked)
+        for part in picked.split(max_anchors) if picked.numel() else ():
+            needed = _needed(sample, int(part[-1]), passes)
             if chosen and (anchors + len(part) > max_anchors or rows + needed > max_rows):
-                yield pack(chosen, passes, spans, deep)
-                chosen, spans, anchors, rows = [], [], 0, 0
+                yield pack(chosen, passes, parts, sampling)
+                chosen, parts, anchors, rows = [], [], 0, 0
             chosen.append(sample)
-            spans.append((part[0], part[-1] + 1))
+            parts.append(part)
             anchors, rows = anchors + len(part), rows + needed
     if chosen:
-        yield pack(chosen, passes, spans, deep)
+        yield pack(chosen, passes, parts, sampling)

@@ -29,7 +29,7 @@ def block_attention(
     block 0 see trunk rows 0..3, those of block 1 row 5, and each block sees itself.
 
     Args:
-        q: ``[B, W, Hq, D]``: blocks of ``W`` slots. ``Hq`` is a multiple of ``Hkv``.
+        q: ``[B, Wq, Hq, D]``: queries of ``Wq`` slots of each block, all ``W`` or some. ``Hq`` is a multiple of ``Hkv``.
         k_trunk, v_trunk: ``[N, Hkv, D]``.
         k_block, v_block: ``[B, W, Hkv, D]``: the slots' own keys and values.
         cu_seqlens: ``[documents + 1]``, where documents begin, and the last one's end.
@@ -37,21 +37,26 @@ def block_attention(
         prefix: ``[B]`` int64, how many trunk rows of its document a block sees; ascending within a document. It is named apart from
             the document because a block may stand right after a document's last row.
         slots: ``[B]`` int64, how many slots of a block are in use, from the first; all by default. The others give zeros, are seen
-            by nobody and may hold anything.
+            by nobody and may hold anything. Needs the queries of all slots.
         scale, backend: see `interval_attention`.
 
     Returns:
-        ``out [B, W, Hq, D]`` and ``lse [B, W, Hq]`` (fp32, fp64 for fp64; no gradient flows through it).
+        ``out [B, Wq, Hq, D]`` and ``lse [B, Wq, Hq]`` (fp32, fp64 for fp64; no gradient flows through it).
 
     Raises:
         ValueError: shapes that do not fit; blocks out of order or prefixes beyond their document (looked at on the CPU only).
     """
-    blocks, width = q.shape[:2]
+    blocks, queries = q.shape[:2]
+    width = k_block.shape[1]
     if document.shape != (blocks,) or prefix.shape != (blocks,):
         raise ValueError(f"{blocks} blocks need document and prefix [{blocks}], not {tuple(document.shape)}, {tuple(prefix.shape)}")
-    if k_block.shape[:2] != q.shape[:2] or v_block.shape[:2] != q.shape[:2]:
-        raise ValueError(f"block keys {tuple(k_block.shape)} must be [{blocks} blocks, {width} slots, heads, size]")
-    spans = block_spans(cu_seqlens, document, prefix, width=width, slots=slots)
+    if k_block.shape[0] != blocks or v_block.shape != k_block.shape:
+        raise ValueError(
+            f"block keys {tuple(k_block.shape)} and values {tuple(v_block.shape)} must be [{blocks} blocks, slots, heads, size]"
+        )
+    if slots is not None and queries != width:
+        raise ValueError(f"slots= needs the queries of all {width} slots, not of {queries}")
+    spans = block_spans(cu_seqlens, document, prefix, width=width, queries=queries, slots=slots)
 
     def attend(q: torch.Tensor, k_block: torch.Tensor, v_block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return interval_attention(q, k_trunk, v_trunk, k_block, v_block, spans, scale=scale, backend=backend)
@@ -79,13 +84,20 @@ def of_used_slots(
 
 
 def block_spans(
-    cu_seqlens: torch.Tensor, document: torch.Tensor, prefix: torch.Tensor, *, width: int, slots: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor,
+    document: torch.Tensor,
+    prefix: torch.Tensor,
+    *,
+    width: int,
+    queries: int | None = None,
+    slots: torch.Tensor | None = None,
 ) -> Spans:
-    """What the slots of `block_attention` see, ``[B * W]``."""
+    """What the slots of `block_attention` see, ``[B * Wq]``; by default of all `width` slots."""
     cu = cu_seqlens.to(torch.int64)
     first = cu[document]
     stop = first + prefix
     if cu.device.type == "cpu" and prefix.numel() and (int(prefix.min()) < 0 or bool((stop > cu[document + 1]).any())):
         raise ValueError("a block's prefix must be 0 or more, and at most the rows of its document")
     own = torch.full_like(first, width) if slots is None else slots.to(torch.int64)
-    return Spans(first=first.repeat_interleave(width), stop=stop.repeat_interleave(width), own=own.repeat_interleave(width))
+    count = width if queries is None else queries
+    return Spans(first=first.repeat_interleave(count), stop=stop.repeat_interleave(count), own=own.repeat_interleave(count))

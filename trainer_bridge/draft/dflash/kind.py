@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer_bridge.draft.dflash import start
 from trainer_bridge.draft.dflash.model import DFlashDraft
 from trainer_bridge.draft.dflash.objective import BlockObjective
 from trainer_bridge.draft.interface import DraftType, FrozenTarget, TargetSpec
+from trainer_bridge.draft.packing import PackedBatch
 
 MASK_FILE = "mask_embedding.pt"
 BLOCK = 8
@@ -24,7 +26,9 @@ class DFlash(DraftType):
     name = "dflash"
     engine_method = "dflash"
     architecture = "DFlashDraftModel"
-    default_tokens = 4
+    batch_samples = 8
+    anchor_share = 0.12
+    default_tokens = 3
 
     def own_config(self, target: TargetSpec, tap_layers: Sequence[int]) -> dict[str, Any]:
         return {
@@ -59,13 +63,20 @@ class DFlash(DraftType):
                 layer.mlp.load_state_dict(
                     {f"{part}.weight": layers[f"{prefix}mlp.{part}.weight"] for part in ("gate_proj", "up_proj", "down_proj")}
                 )
-                for part in ("q", "k", "v", "o"):
-                    getattr(layer.self_attn, f"{part}_proj").weight.copy_(layers[f"{prefix}self_attn.{part}_proj.weight"])
+                # Nothing attended yet; `meet` makes the first attention.
+                layer.self_attn.o_proj.weight.zero_()
                 for part in ("q", "k"):
                     if (norm := layers.get(f"{prefix}self_attn.{part}_norm.weight")) is not None:
                         getattr(layer.self_attn, f"{part}_norm").weight.copy_(norm)
                 layer.input_layernorm.weight.copy_(gain)
                 layer.post_attention_layernorm.weight.copy_(layers[f"{prefix}post_attention_layernorm.weight"])
+
+    def meet(self, model: nn.Module, target: FrozenTarget, batch: PackedBatch) -> bool:
+        assert isinstance(model, DFlashDraft)
+        if model.each_layer()[0].self_attn.o_proj.weight.any():
+            return False
+        start.look_back(model, target, batch)
+        return True
 
     def files(self, state: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, bytes]:
         # Where vLLM looks for it; among the weights it is as well.

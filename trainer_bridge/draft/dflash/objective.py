@@ -110,9 +110,7 @@ class BlockObjective(Objective):
         hidden = self._inputs(batch)
         for layer in self.model.each_layer():
             hidden = self._layer(layer, hidden, self._trunk_pair(layer, trunk, batch), blocks, batch)
-        anchors = batch.anchors.shape[0]
-        slots = hidden.view(anchors, blocks.width, -1)[:, 1:]
-        proposed = self._kept[self.model.logits(slots.flatten(0, 1)).argmax(-1)].view(anchors, self.passes)
+        proposed = self._kept[self.model.logits(hidden).argmax(-1)].view(-1, self.passes)
         hit = (batch.valid & (proposed == batch.future_ids[batch.anchors, 1:])).long().cumprod(1)
         accepted = 1 + hit.sum(1).double()
         owner = batch.document[batch.anchors]
@@ -146,11 +144,15 @@ class BlockObjective(Objective):
         return self.model.keys_values(layer, trunk, batch.positions)
 
     def _layer(self, layer: Layer, hidden: torch.Tensor, trunk: Pair, blocks: _Blocks, batch: PackedBatch) -> torch.Tensor:
-        """One decoder layer for all slots ``[A * W, hidden]``."""
+        """One decoder layer for all slots ``[A * W, hidden]``; the last one gives those that propose, ``[A * (W - 1), hidden]``."""
         x = layer.input_layernorm(hidden)
         shape = (blocks.document.shape[0], blocks.width)
         own = [each.unflatten(0, shape) for each in self.model.keys_values(layer, x, blocks.positions)]
-        q = self.model.queries(layer, x, blocks.positions).unflatten(0, shape)
+        positions = blocks.positions
+        if layer is self.model.each_layer()[-1]:
+            # Of slot 0 nobody reads more than its keys and values.
+            x, hidden, positions = (each.unflatten(0, shape)[:, 1:].flatten(0, 1) for each in (x, hidden, positions))
+        q = self.model.queries(layer, x, positions).unflatten(0, (shape[0], -1))
         attended, _ = block_attention(q, *trunk, own[0], own[1], batch.cu_seqlens, blocks.document, blocks.prefix)
         return layer.finish(hidden, attended.flatten(0, 1))
 
@@ -163,9 +165,9 @@ class BlockObjective(Objective):
         weights: torch.Tensor,
         normaliser: float,
     ) -> float:
-        """Loss of all slots, and its gradient into `hidden` and the head."""
+        """Loss of all slots that propose, and its gradient into `hidden` and the head."""
         anchors = valid.shape[0]
-        slots = hidden.view(anchors, self.passes + 1, -1)[:, 1:]
+        slots = hidden.view(anchors, self.passes, -1)
         with torch.enable_grad():
             loss = distill_loss(
                 self.model.norm(slots[valid]),
