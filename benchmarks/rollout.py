@@ -1,5 +1,6 @@
 """What live learning is worth and what it costs: none, first and live draft on held-out prompts, after a bounded time of idle
-learning; then the same server with taps and learning switched on and off.
+learning; then the same server with taps and learning switched on and off. Of several draft types, ``--draft eagle3,dflash``: all of
+them after the same time, against none and each other.
 
 ``python -m benchmarks.rollout --json`` prints progress on standard error and one JSON object as the last line of standard
 output. Correctness comes first: the greedy tokens of every arm against the stock engine's, on every held-out prompt.
@@ -11,11 +12,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks import costs
+from benchmarks.draft_types import TypesBenchmark
+from benchmarks.learning import learn
 from vllm_specdraft.console import Console
 from vllm_specdraft.demo import table
 from vllm_specdraft.demo.arms import Arms, Verdict
@@ -24,8 +27,8 @@ from vllm_specdraft.demo.compare import B1, B1_T1, B8, FIRST, LIVE, NONE, ArmSum
 from vllm_specdraft.demo.interrupts import Interrupts
 from vllm_specdraft.demo.prompts import PromptSource
 from vllm_specdraft.demo.record import RunRecord
-from vllm_specdraft.demo.run import EXIT_FAILED, guarded, one_line, rhythm_arguments, rhythm_of, settings
-from vllm_specdraft.demo.session import Session, SessionError, identities
+from vllm_specdraft.demo.run import EXIT_FAILED, guarded, known_type, one_line, rhythm_arguments, rhythm_of, settings
+from vllm_specdraft.demo.session import Session, identities
 
 IDLE_CAP_MINUTES = 15.0
 MAX_TOKENS = 128
@@ -73,28 +76,15 @@ class RolloutBenchmark:
         self._interrupts.run(self._compare(live, none))
 
     async def _learn(self, client: Client) -> None:
-        """Rounds until the learning seconds reach the budget, and never more idle time than the cap."""
+        """Until the learning seconds reach the budget, and never more idle time than the cap."""
         session = self._session
-        whole_pause_s = session.rhythm.pause_s
 
-        def enough(status: dict[str, Any]) -> bool:
-            return status["learning"]["seconds"] >= self._idle_budget_s
+        def on_round(status: dict[str, Any]) -> None:
+            # The replay fills up to its bound, as it should; everything else must not grow.
+            self._memory.append(session.rss_bytes() - status["replay"]["bytes"])
 
         async with client:
-            tokens = session.kv_gib * costs.KV_TOKENS_PER_GIB
-            await costs.fill_kv_cache(client, session.prompts, tokens=tokens, progress=session.console.progress)
-            index, learned_s = 0, 0.0
-            while learned_s < self._idle_budget_s and session.idle_s < 60.0 * IDLE_CAP_MINUTES:
-                index += 1
-                await session.play_burst(client, index=index)
-                left_s = 60.0 * IDLE_CAP_MINUTES - session.idle_s
-                session.rhythm = replace(session.rhythm, pause_s=min(whole_pause_s, left_s))
-                status = await session.play_pause(client, enough=enough)
-                if status["learning"]["seconds"] <= learned_s:
-                    raise SessionError(_nothing_learned(status, session))
-                learned_s = status["learning"]["seconds"]
-                # The replay fills up to its bound, as it should; everything else must not grow.
-                self._memory.append(session.rss_bytes() - status["replay"]["bytes"])
+            await learn(session, client, budget_s=self._idle_budget_s, cap_s=60.0 * IDLE_CAP_MINUTES, on_round=on_round)
             self._learned = await session.freeze(client)
 
     async def _compare(self, live: Client, none: Client) -> None:
@@ -189,13 +179,6 @@ def _sampled(pair: int) -> Sampling:
     return Sampling(max_tokens=MAX_TOKENS, temperature=1.0, seed=_SAMPLED_SEED + pair)
 
 
-def _nothing_learned(status: dict[str, Any], session: Session) -> str:
-    return (
-        f"the draft learned nothing in a whole pause: {status['idle_state']}, "
-        f"{status['replay']['samples']} samples, last error {status['last_error']} (log: {session.server_log})"
-    )
-
-
 def parser() -> argparse.ArgumentParser:
     """The benchmark's options."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.rollout", description=(__doc__ or "").split("\n\n")[0])
@@ -220,25 +203,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not 0 < options.idle_minutes <= IDLE_CAP_MINUTES or options.pairs < 1:
         options_parser.error(f"--idle-minutes must lie in (0, {IDLE_CAP_MINUTES:.0f}] and --pairs be at least 1")
     try:
+        kinds = list(dict.fromkeys(known_type(name) for name in options.draft.split(",")))
         rhythm = rhythm_of(options)
     except ValueError as error:
         options_parser.error(str(error))
     console = Console(sys.stderr)
     with Interrupts() as interrupts:
         try:
-            prompts = PromptSource(evaluation=held_out_prompts(options.pairs), seed=options.seed)
+            several = len(kinds) > 1
+            evaluation = TypesBenchmark.prompts(options.pairs) if several else held_out_prompts(options.pairs)
+            prompts = PromptSource(evaluation=evaluation, seed=options.seed)
             config = {
                 "idle_minutes": options.idle_minutes,
                 "pairs": options.pairs,
                 "rhythm": asdict(rhythm),
                 "kv_gib": options.kv_gib,
+                "draft": options.draft,
             }
             record = RunRecord(options.out, command=["python", "-m", "benchmarks.rollout", *arguments], config=config)
         except (ImportError, OSError) as error:
             console.line(f"error: {one_line(error)}")
             return EXIT_FAILED
-        session = Session(record=record, console=console, prompts=prompts, rhythm=rhythm, kv_gib=options.kv_gib)
-        benchmark = RolloutBenchmark(session=session, interrupts=interrupts, idle_minutes=options.idle_minutes, pairs=options.pairs)
+        session = Session(
+            record=record, console=console, prompts=prompts, rhythm=rhythm, kv_gib=options.kv_gib, kind=kinds[0]
+        )  # fmt: skip
+        benchmark: TypesBenchmark | RolloutBenchmark
+        if several:
+            budget_s, cap_s = 60.0 * options.idle_minutes, 60.0 * IDLE_CAP_MINUTES
+            benchmark = TypesBenchmark(
+                kinds, session=session, interrupts=interrupts, budget_s=budget_s, cap_s=cap_s, pairs=options.pairs
+            )  # fmt: skip
+        else:
+            benchmark = RolloutBenchmark(
+                session=session, interrupts=interrupts, idle_minutes=options.idle_minutes, pairs=options.pairs
+            )
         title = f"Rollout benchmark, {record.machine_line}"
         code = guarded(session, interrupts, lambda: benchmark.play(options.target), title=title)
     if code == 0:

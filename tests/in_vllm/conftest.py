@@ -31,10 +31,22 @@ def target() -> Path:
     return embedded.ensure()
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests of drafts run with one type, or with all where their module says so (``KINDS``)."""
+    if "kind" in metafunc.fixturenames:
+        metafunc.parametrize("kind", getattr(metafunc.module, "KINDS", ("eagle3",)), indirect=True, scope="session")
+
+
 @pytest.fixture(scope="session")
-def first_draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kind(request: pytest.FixtureRequest) -> str:
+    """The draft type under test."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def first_draft(target: Path, kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new draft, warm start."""
-    return drafts.init(target, tmp_path_factory.mktemp("drafts") / "first")
+    return drafts.init(target, tmp_path_factory.mktemp("drafts") / "first", kind=kind)
 
 
 @pytest.fixture(scope="session")
@@ -70,13 +82,13 @@ def plain(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 @pytest.fixture(scope="session")
-def stock(target: Path, learned: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def stock(target: Path, learned: Path, kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Stock vLLM that loads our checkpoint. Our plugin is installed and called by vLLM, but was not asked for."""
     log = tmp_path_factory.mktemp("stock") / "server.log"
     # Named, so that vLLM loads both of our entry points; not asked for, since there is no config in the environment.
     environment = {**cpu.choose(os.environ, kv_gib=1).environment, "VLLM_PLUGINS": "specdraft"}
     server = Server(target, draft=None, log_path=log, environment=environment)
-    speculative = {"method": "eagle3", "model": str(learned), "num_speculative_tokens": 3}
+    speculative = {"method": kind, "model": str(learned), "num_speculative_tokens": 3}
     server.command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target), "--served-model-name", "specdraft",
         "--port", server.url.rpartition(":")[2], "--dtype", "float32", "--enforce-eager",

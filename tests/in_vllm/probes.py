@@ -1,7 +1,7 @@
 """Functions that run inside the worker of an offline engine, sent there by name.
 
 Run as a script it starts such an engine, answers a few prompts greedily and leaves what the worker saw in a file:
-``python -m tests.in_vllm.probes TARGET DRAFT OUT``.
+``python -m tests.in_vllm.probes TARGET METHOD DRAFT OUT``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def save_seen(worker: Any, path: str) -> None:
     torch.save({"calls": worker.probe_calls, "samples": replay.samples(), "dropped": dict(replay.dropped)}, path)
 
 
-def main(target: str, draft: str, out: str) -> None:
+def main(target: str, method: str, draft: str, out: str) -> None:
     """Start the engine, generate, save."""
     from vllm import LLM, SamplingParams
 
@@ -57,7 +57,7 @@ def main(target: str, draft: str, out: str) -> None:
         # end vLLM 0.32 gives its drafter the token after the next one, which no draft is trained for.
         max_num_batched_tokens=64,
         enable_chunked_prefill=True,
-        speculative_config={"method": "eagle3", "model": draft, "num_speculative_tokens": 3},
+        speculative_config={"method": method, "model": draft, "num_speculative_tokens": 3},
         worker_extension_cls="vllm_specdraft.worker.SpecdraftWorker",
         disable_log_stats=True,
     )

@@ -133,24 +133,30 @@ def break_guest(worker: Any, guest: str | None) -> None:
         vars(agent.tap.collector).pop("step", None)
 
 
+LAYER = {"eagle3": "midlayer", "dflash": "layers.0"}
+"""What checkpoints of a type call its decoder layer."""
+HIDDEN_NORM = {"eagle3": "midlayer.hidden_norm.weight", "dflash": "hidden_norm.weight"}
 FAULTS: tuple[tuple[str, Any], ...] = (
     ("before the reload", None),
     ("after all layers went to meta", None),
     ("in the middle of the tensors", 0),
     ("in the middle of the tensors", 4),
     ("in the middle of the tensors", 11),
-    ("a tensor is left out", "midlayer.mlp.up_proj.weight"),
-    ("a tensor is left out", "midlayer.self_attn.o_proj.weight"),
-    ("a tensor is left out", "midlayer.hidden_norm.weight"),
+    ("a tensor is left out", "LAYER.mlp.up_proj.weight"),
+    ("a tensor is left out", "LAYER.self_attn.o_proj.weight"),
+    ("a tensor is left out", "HIDDEN_NORM"),
     ("a tensor is left out", "lm_head.weight"),
     ("a tensor is left out", "d2t"),
-    ("a tensor arrives wrong", "midlayer.self_attn.k_proj.weight"),
+    ("a tensor arrives wrong", "LAYER.self_attn.k_proj.weight"),
     ("a tensor arrives wrong", "norm.weight"),
     ("before the last repacking", None),
     ("after everything", None),
     ("the target is written", None),
     ("another rank fails", None),
 )
+
+
+TENSORS = ("a tensor is left out", "a tensor arrives wrong")
 
 
 def exercise(arguments: dict[str, Any]) -> None:
@@ -185,8 +191,12 @@ def exercise(arguments: dict[str, Any]) -> None:
         tiny_engine.control(llm, "save", directory=arguments["out"] + "/learned")
         first = {"draft": arguments["drafts"]["faults"]}
         seen: dict[str, Any] = {"start": look(), "faults": []}
+        kind = arguments["kind"]
         for fault, argument in FAULTS:
-            llm.collective_rpc(plant, args=(fault, argument))
+            named = (
+                argument.replace("LAYER", LAYER[kind]).replace("HIDDEN_NORM", HIDDEN_NORM[kind]) if fault in TENSORS else argument
+            )
+            llm.collective_rpc(plant, args=(fault, named))
             error = attempt(first)
             llm.collective_rpc(mend)
             seen["faults"].append({"fault": fault, "argument": argument, "error": error, **look()})

@@ -14,13 +14,13 @@ from tests.in_vllm.run_faults import FAULTS
 from vllm_specdraft import drafts
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["eagle3", "dflash"])
+def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `run_faults` left."""
     out = tmp_path_factory.mktemp("faults")
     target = tiny.save_target(out / "target", "llama", tied=True, seed=11)
-    draft = drafts.init(target, out / "draft", draft_vocab_size=100)
-    arguments = {"targets": {"faults": str(target)}, "drafts": {"faults": str(draft)}, "out": str(out)}
+    draft = drafts.init(target, out / "draft", draft_vocab_size=100, kind=request.param)
+    arguments = {"kind": request.param, "targets": {"faults": str(target)}, "drafts": {"faults": str(draft)}, "out": str(out)}
     tiny_engine.run_script("tests.in_vllm.run_faults", arguments, timeout_s=300)
     return out
 
@@ -45,12 +45,12 @@ def test_a_failed_swap_leaves_the_old_draft_serving_and_the_target_untouched(see
 def test_a_parameter_that_got_nothing_or_something_else_is_named(seen: dict[str, Any], index: int) -> None:
     """Case A9."""
     served = {
-        "midlayer.mlp.up_proj.weight": "gate_up_proj",
-        "midlayer.self_attn.o_proj.weight": "o_proj",
-        "midlayer.hidden_norm.weight": "hidden_norm",
+        "LAYER.mlp.up_proj.weight": "gate_up_proj",
+        "LAYER.self_attn.o_proj.weight": "o_proj",
+        "HIDDEN_NORM": "hidden_norm",
         "lm_head.weight": "lm_head",
         "d2t": "draft_id_to_target_id",
-        "midlayer.self_attn.k_proj.weight": "qkv_proj",
+        "LAYER.self_attn.k_proj.weight": "qkv_proj",
         "norm.weight": "norm",
     }
     fault = seen["faults"][index]

@@ -12,6 +12,8 @@ import requests
 from tests.in_vllm import engines
 from vllm_specdraft.launch import Server
 
+KINDS = ("eagle3", "dflash")
+
 
 @pytest.fixture(scope="module")
 def reference(plain: Server) -> list[list[int]]:

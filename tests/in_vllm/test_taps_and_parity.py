@@ -13,13 +13,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from specdraft_kernels.block_attention import block_attention
 from specdraft_kernels.branch_attention import branch_attention
 
 from tests.tolerances import DRAFT_LOGITS_VS_ENGINE, TAPS_VS_HUGGING_FACE
 from trainer_bridge.draft import registry
+from trainer_bridge.draft.dflash.model import DFlashDraft
 from trainer_bridge.taps import TapSample
 from vllm_specdraft import cpu
 from vllm_specdraft.config import ENVIRONMENT, EngineConfig
+
+KINDS = ("eagle3", "dflash")
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +33,7 @@ def draft(live: Any, learned: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seen(target: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def seen(target: Path, kind: str, draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the worker of an offline engine saw: two prompts one by one, then both at once with their prefill cut into chunks."""
     out = tmp_path_factory.mktemp("seen")
     config = EngineConfig(draft_dir=str(draft), state_dir=str(out), learn=False)
@@ -40,7 +44,7 @@ def seen(target: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory) ->
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    command = [sys.executable, "-m", "tests.in_vllm.probes", str(target), str(draft), str(out)]
+    command = [sys.executable, "-m", "tests.in_vllm.probes", str(target), kind, str(draft), str(out)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stderr[-3000:]
     return out
@@ -91,7 +95,7 @@ def test_a_request_taps_the_same_alone_and_in_a_batch(seen: Path) -> None:
 
 
 def test_our_draft_equals_the_engines_module_over_all_draft_steps(seen: Path, target: Path, draft: Path) -> None:
-    """Cases D19 and E5: logits of every draft step, along the tokens that the engine itself drafted."""
+    """Cases D19 and E5: logits of every draft step along the tokens that the engine itself drafted, or of every slot of a block."""
     data = _load(seen / "alone.pt")
     weights = load_file(target / "model.safetensors")
     embedding = weights["model.embed_tokens.weight"]
@@ -101,16 +105,18 @@ def test_our_draft_equals_the_engines_module_over_all_draft_steps(seen: Path, ta
     tokens = torch.tensor(prompt + answer)
     taps, _final = _hugging_face(target, tokens[:-1], (2, 15, 27))
     for call in data["calls"]:
-        if len(call["logits"]) != 3 or call["next"].shape[0] != 1:
+        theirs_of_all = torch.cat(call["logits"]) if call["logits"] else torch.empty(0)
+        if len(theirs_of_all) != 3 or call["next"].shape[0] != 1:
             continue
         last = int(call["positions"][-1]) - call["rejected"]
         if last + 1 < len(prompt) or last + 1 >= len(tokens) or int(call["next"][0]) != int(tokens[last + 1]):
             continue  # a prefill chunk, or the second prompt
-        chain = _draft_chain(model, embedding, taps[: last + 1], tokens[1 : last + 2], call["drafts"][0])
-        for ours, theirs in zip(chain, call["logits"], strict=True):
+        logits_of = _slot_logits if isinstance(model, DFlashDraft) else _draft_chain
+        chain = logits_of(model, embedding, taps[: last + 1], tokens[1 : last + 2], call["drafts"][0])
+        for ours, theirs in zip(chain, theirs_of_all, strict=True):
             kept = model.kept()
-            assert _relative(ours[None], theirs[:1, kept]) < DRAFT_LOGITS_VS_ENGINE.relative
-            assert bool(torch.isinf(theirs[0][~model.t2d]).all())
+            assert _relative(ours[None], theirs[None, kept]) < DRAFT_LOGITS_VS_ENGINE.relative
+            assert bool(torch.isinf(theirs[~model.t2d]).all())
         compared += 1
         accepted += int(call["drafts"][0, 0] == tokens[last + 2]) if last + 2 < len(tokens) else 0
     assert compared >= 10
@@ -144,3 +150,21 @@ def _draft_chain(
         logits.append(model.logits(hidden)[0])
         embedded = embedding[drafts[d : d + 1]]
     return logits
+
+
+@torch.no_grad()
+def _slot_logits(
+    model: DFlashDraft, embedding: torch.Tensor, taps: torch.Tensor, shifted: torch.Tensor, drafts: torch.Tensor
+) -> list[torch.Tensor]:
+    """Logits of each proposing slot of the block that stands right after the last row."""
+    rows, width = taps.shape[0], drafts.shape[0] + 1
+    trunk, positions = model.combine(taps), torch.arange(rows, rows + width)
+    hidden = model.slots(embedding[shifted[-1:]], width)[0]
+    cu, document, prefix = torch.tensor([0, rows]), torch.tensor([0]), torch.tensor([rows])
+    for layer in model.each_layer():
+        x = layer.input_layernorm(hidden)
+        own = [each[None] for each in model.keys_values(layer, x, positions)]
+        context = model.keys_values(layer, trunk, torch.arange(rows))
+        attended, _ = block_attention(model.queries(layer, x, positions)[None], *context, *own, cu, document, prefix)
+        hidden = layer.finish(hidden, attended[0])
+    return list(model.logits(hidden[1:]))

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainer_bridge.draft import checkpoint, registry
 from vllm_specdraft import cpu
 from vllm_specdraft.config import ENVIRONMENT, EngineConfig
 
@@ -43,7 +44,8 @@ def engine(target: str, config: EngineConfig, **options: Any) -> Iterator[Any]:
     from vllm import LLM
 
     os.environ[ENVIRONMENT] = replace(config, num_speculative_tokens=DRAFT_TOKENS).to_json()
-    speculative = {"method": "eagle3", "model": config.draft_dir, "num_speculative_tokens": DRAFT_TOKENS}
+    method = registry.of_config(checkpoint.read_config(Path(config.draft_dir))).engine_method
+    speculative = {"method": method, "model": config.draft_dir, "num_speculative_tokens": DRAFT_TOKENS}
     settings = {
         "dtype": "float32",
         "enforce_eager": True,

@@ -1,15 +1,16 @@
-"""The three arms on two servers: switching between them, timing a turn of each, and asking why a token differs."""
+"""Arms of a comparison on two or more servers: switching between them, timing a turn of each, and asking why a token differs."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vllm_specdraft.demo.client import Client, RequestError, Sampling, gather_or_cancel
-from vllm_specdraft.demo.compare import ARMS, FIRST, LIVE, NONE, Difference, Measurement, is_tie, order_of
+from vllm_specdraft.demo.compare import NONE, Difference, Measurement, is_tie, order_of
 from vllm_specdraft.demo.prompts import Prompt
 
 # A vLLM worker spins for a second after its last step and would take a core from the other server's.
@@ -76,46 +77,48 @@ class DecodeMeter:
 
 
 class Arms:
-    """Answers prompts with the stock engine, the first draft or the live draft, one arm at a time.
+    """Answers prompts with the stock engine or one of several drafts, one arm at a time.
 
-    *first* and *live* run in the very same engine process: the draft is swapped before an arm's turn.
+    Arms may share an engine process: the draft of such an arm is swapped in before its turn.
     """
 
     def __init__(
         self,
         *,
-        speculative: Client,
-        plain: Client,
-        first: Path,
-        live: Path,
+        clients: Mapping[str, Client],
+        drafts: Mapping[str, Path] | None = None,
         settle_s: float = SETTLE_S,
         warm_tokens: int = 8,
     ) -> None:
-        """`first`, `live`: draft checkpoints. `settle_s`: wait when the server changes.
+        """`clients`: each arm's server, the stock engine's under `NONE`. `drafts`: checkpoints of arms that share a server.
+
+        `settle_s`: wait when the server changes.
 
         `warm_tokens`: length of an untimed request before each turn, so that what a swap or a rest left cold is not part
         of the timing; 0 for none.
         """
-        self._clients = {NONE: plain, FIRST: speculative, LIVE: speculative}
-        self._meters = {client: DecodeMeter(client) for client in (speculative, plain)}
-        self._drafts = {FIRST: first, LIVE: live}
+        self._clients = dict(clients)
+        self.names = tuple(self._clients)
+        """The arms, in the order of the table."""
+        self._meters = {client: DecodeMeter(client) for client in self._clients.values()}
+        self._drafts = dict(drafts or {})
         self._settle_s = settle_s
         self._warm_tokens = warm_tokens
         self._served: str | None = None
-        self._version: int | None = None
+        self._versions: dict[Client, int] = {}
         self._last: Client | None = None
         self._requests = 0
 
     async def warm_up(self, prompt: Prompt, sampling: Sampling) -> None:
         """One whole untimed answer of every arm."""
-        for arm in ARMS:
+        for arm in self.names:
             await self.measure(arm, -1, [prompt], sampling)
 
     async def run_pair(
         self, pair: int, prompts: Sequence[Prompt], sampling: Sampling, *, on_turn: Callable[[Measurement], None]
     ) -> None:
         """Every arm answers `prompts`, all at once, in the pair's order."""
-        for arm in order_of(pair):
+        for arm in order_of(pair, self.names):
             on_turn(await self.measure(arm, pair, prompts, sampling))
 
     async def measure(self, arm: str, pair: int, prompts: Sequence[Prompt], sampling: Sampling) -> Measurement:
@@ -148,6 +151,11 @@ class Arms:
             decode_s=None if decode_before_s is None or decode_after_s is None else decode_after_s - decode_before_s,
             draft_steps=after["draft_steps"] - before["draft_steps"] if before and after else None,
             accepted_tokens=after["accepted_tokens"] - before["accepted_tokens"] if before and after else None,
+            accepted_per_position=(
+                tuple(b - a for a, b in zip(before["per_position"], after["per_position"], strict=True))
+                if before and after
+                else None
+            ),
         )
 
     async def judge(self, difference: Difference) -> Verdict:
@@ -165,20 +173,22 @@ class Arms:
             record = await client.publish(self._drafts[arm])
             if record.get("draft_version") is None:
                 raise RequestError(f"the server did not swap in {self._drafts[arm]}: it answered {record}")
-            self._served, self._version = arm, record["draft_version"]
+            self._served, self._versions[client] = arm, record["draft_version"]
         if self._last is not None and self._last is not client:
             await asyncio.sleep(self._settle_s)
         self._last = client
         return client
 
-    async def _counters(self, arm: str) -> dict[str, int] | None:
+    async def _counters(self, arm: str) -> dict[str, Any] | None:
         if arm == NONE:
             return None
-        status = await self._clients[arm].status(fresh=True)
+        client = self._clients[arm]
+        status = await client.status(fresh=True)
         # A draft published behind our back would be measured under the wrong name.
-        if status["draft_version"] != self._version:
-            raise RequestError(f"draft {status['draft_version']} is served, {arm} is draft {self._version}: pause learning first")
-        return status["counters"]
+        known = self._versions.setdefault(client, status["draft_version"])
+        if status["draft_version"] != known:
+            raise RequestError(f"draft {status['draft_version']} is served, {arm} is draft {known}: pause learning first")
+        return {**status["counters"], "per_position": status["accepted_per_position"]}
 
     def _salt(self) -> str:
         self._requests += 1

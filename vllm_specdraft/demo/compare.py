@@ -23,7 +23,7 @@ class Measurement:
     """One arm's turn in one pair."""
 
     arm: str
-    """One of `ARMS`."""
+    """By its name."""
     pair: int
     """Which pair."""
     names: tuple[str, ...]
@@ -40,6 +40,8 @@ class Measurement:
     """Target steps that verified drafted tokens, times requests; None for the plain engine."""
     accepted_tokens: int | None
     """Drafted tokens that were accepted; None for the plain engine."""
+    accepted_per_position: tuple[int, ...] | None = None
+    """The same by place in the draft."""
 
     @property
     def tokens(self) -> int:
@@ -64,7 +66,7 @@ class ArmSummary:
     """One arm over all pairs."""
 
     arm: str
-    """One of `ARMS`."""
+    """By its name."""
     tokens_per_s: float
     """Median over the pairs."""
     ratio: float
@@ -73,6 +75,8 @@ class ArmSummary:
     """Tokens per target step of a request, bonus included; 1 for the plain engine."""
     step_ms: float | None
     """Mean time of a target step, drafting included, for one request at a time; None when a server did not tell."""
+    accepted_share_per_position: tuple[float, ...] = ()
+    """Of the steps that verified drafted tokens, the share in which all tokens up to this place in the draft were accepted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,13 +119,13 @@ def paired_ratios(measurements: Sequence[Measurement], arm: str, *, baseline: st
     ]
 
 
-def summarise(measurements: Sequence[Measurement]) -> list[ArmSummary]:
-    """One summary per arm over the complete pairs, in the order of `ARMS`; empty when no pair is complete."""
-    pairs = complete_pairs(measurements)
+def summarise(measurements: Sequence[Measurement], arms: Sequence[str] = ARMS) -> list[ArmSummary]:
+    """One summary per arm over the complete pairs, in their order; empty when no pair is complete."""
+    pairs = complete_pairs(measurements, arms)
     if not pairs:
         return []
     kept = [item for by_arm in pairs.values() for item in by_arm.values()]
-    return [_summary(arm, [item for item in kept if item.arm == arm], paired_ratios(kept, arm)) for arm in ARMS]
+    return [_summary(arm, [item for item in kept if item.arm == arm], paired_ratios(kept, arm)) for arm in arms]
 
 
 def _summary(arm: str, items: Sequence[Measurement], ratios: Sequence[float]) -> ArmSummary:
@@ -130,11 +134,13 @@ def _summary(arm: str, items: Sequence[Measurement], ratios: Sequence[float]) ->
     timed = [item for item in items if item.decode_s is not None]
     decode_steps = sum(item.decode_steps for item in timed)
     decode_s = sum(item.decode_s or 0.0 for item in timed)
+    places = zip(*(item.accepted_per_position for item in items if item.accepted_per_position), strict=True)
     return ArmSummary(
         arm=arm,
         tokens_per_s=median(item.tokens_per_s for item in items),
         ratio=median(ratios),
         accepted_length=1.0 + accepted / steps if steps else 1.0,
+        accepted_share_per_position=tuple(sum(counts) / steps for counts in places) if steps else (),
         step_ms=1000.0 * decode_s / decode_steps if decode_steps else None,
     )
 
@@ -153,12 +159,12 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
     return None if len(left) == len(right) else min(len(left), len(right))
 
 
-def differences(measurements: Sequence[Measurement]) -> list[Difference]:
+def differences(measurements: Sequence[Measurement], arms: Sequence[str] = ARMS) -> list[Difference]:
     """Every greedy answer that is not the plain engine's, with its first difference."""
     found = []
-    for by_arm in complete_pairs(measurements).values():
+    for by_arm in complete_pairs(measurements, arms).values():
         none = by_arm[NONE]
-        for arm in ARMS[1:]:
+        for arm in (arm for arm in arms if arm != NONE):
             answers = zip(none.names, none.prompt_ids, none.token_ids, by_arm[arm].token_ids, strict=True)
             for name, prompt_ids, expected, got in answers:
                 position = first_difference(expected, got)

@@ -47,7 +47,13 @@ class PromptSource:
         self._seen: set[str] = set()
         # Distant seeds: the generator derives an item's own seed from seed + index.
         self.evaluation = tuple(self._draw("evaluation", evaluation, _stream(10 * _ENDLESS * (2 * seed + 1))))
-        self._training = _stream(10 * _ENDLESS * (2 * seed + 2))
+        self._seed = seed
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Begin the training prompts anew: the same ones come again."""
+        self._seen = {normalised(prompt.question) for prompt in self.evaluation}
+        self._training = _stream(10 * _ENDLESS * (2 * self._seed + 2))
         self._drawn = 0
 
     def take(self, count: int) -> list[Prompt]:

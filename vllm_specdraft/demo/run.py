@@ -17,6 +17,7 @@ from vllm_specdraft.demo.prompts import PromptSource
 from vllm_specdraft.demo.record import RunRecord
 from vllm_specdraft.demo.rhythm import RhythmConfig
 from vllm_specdraft.demo.session import KV_GIB, Session, SessionError, identities
+from vllm_specdraft.drafts import DEFAULT_TYPE
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 # Guesses for the time still needed at the end, until this run's own times are known.
@@ -236,9 +237,23 @@ def rhythm_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pause-seconds", type=float, default=shape.pause_s, metavar="S", help="the trainer's time (default %(default)s)"
     )
+    parser.add_argument(
+        "--draft", default=DEFAULT_TYPE, metavar="TYPE", help="draft type that learns: eagle3 or dflash (default %(default)s)"
+    )
     parser.add_argument("--target", type=Path, metavar="DIR", help="Hugging Face model directory (default: the embedded model)")
     parser.add_argument("--out", type=Path, default=Path("runs"), metavar="DIR", help="where runs go (default %(default)s/)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (default %(default)s)")
+
+
+def known_type(name: str) -> str:
+    """A draft type's name. Raises `ValueError` with the nearest one for a name that is none."""
+    from trainer_bridge.draft import registry
+    from trainer_bridge.errors import ConfigError
+
+    try:
+        return registry.by_name(name).name
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
 
 
 def rhythm_of(options: argparse.Namespace) -> RhythmConfig:
@@ -279,6 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options_parser = parser()
     options = options_parser.parse_args(arguments)
     try:
+        known_type(options.draft)
         config = DemoConfig(rounds=options.rounds, pairs=options.pairs, minutes=options.minutes, seed=options.seed)
         rhythm = rhythm_of(options)
     except ValueError as error:
@@ -291,12 +307,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             record = RunRecord(
                 options.out,
                 command=["specdraft", "demo", *arguments],
-                config={**asdict(config), "rhythm": asdict(rhythm), "kv_gib": options.kv_gib},
+                config={**asdict(config), "rhythm": asdict(rhythm), "kv_gib": options.kv_gib, "draft": options.draft},
             )
         except (ImportError, OSError) as error:
             console.line(f"error: {one_line(error)}")
             return EXIT_FAILED
-        session = Session(record=record, console=console, prompts=prompts, rhythm=rhythm, kv_gib=options.kv_gib)
+        session = Session(
+            record=record, console=console, prompts=prompts, rhythm=rhythm, kv_gib=options.kv_gib, kind=options.draft
+        )  # fmt: skip
         demo = Demo(session=session, config=config, interrupts=interrupts)
         title = f"A draft learned between rollouts, {record.machine_line}"
         return guarded(session, interrupts, lambda: demo.play(options.target), title=title)

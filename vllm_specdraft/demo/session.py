@@ -16,10 +16,11 @@ from vllm_specdraft.console import Console
 from vllm_specdraft.demo import table
 from vllm_specdraft.demo.arms import Arms, Verdict
 from vllm_specdraft.demo.client import Client, Sampling
-from vllm_specdraft.demo.compare import ARMS, FIRST, LIVE, ArmSummary, Difference, Measurement, differences, summarise
+from vllm_specdraft.demo.compare import ARMS, FIRST, LIVE, NONE, ArmSummary, Difference, Measurement, differences, summarise
 from vllm_specdraft.demo.prompts import Prompt, PromptSource
 from vllm_specdraft.demo.record import RunRecord
 from vllm_specdraft.demo.rhythm import Burst, RhythmConfig, burst, pause
+from vllm_specdraft.drafts import DEFAULT_TYPE
 
 READY_TIMEOUT_S = 300.0
 KV_GIB = 2
@@ -61,10 +62,11 @@ class Session:
         rhythm: RhythmConfig,
         kv_gib: int = KV_GIB,
         options: Sequence[str] = (),
+        kind: str = DEFAULT_TYPE,
         make_server: Callable[..., ServerLike] | None = None,
     ) -> None:
         """`kv_gib`: KV cache of each server in GiB; fixed, for the second one would find less memory free and choose less.
-        `options`: further options of the specdraft server.
+        `options`: further options of the specdraft server. `kind`: type of the first draft.
 
         `make_server` builds a server like `vllm_specdraft.launch.Server`, which is the default.
         """
@@ -74,7 +76,7 @@ class Session:
         self.rhythm = rhythm
         self.rounds: list[Burst] = []
         self.idle_s = 0.0
-        self.kv_gib = kv_gib
+        self.kv_gib, self.kind = kv_gib, kind
         self._options = ("--kv-gib", str(kv_gib))
         self._live_options = (*self._options, *options)
         self._make_server = make_server or _server_class()
@@ -108,20 +110,22 @@ class Session:
         if target is None:
             with self.console.working("the default model (converted once, then cached)"):
                 target = embedded.ensure()
-        with self.console.working("the first draft, warm-started from the model's own weights"):
-            drafts.init(target, self.first_draft)
+        with self.console.working(f"the first draft ({self.kind}), warm-started from the model's own weights"):
+            drafts.init(target, self.first_draft, kind=self.kind)
         return target
 
-    def start_live(self, target: Path) -> Client:
-        """Start the specdraft server on the first draft and wait until it answers."""
+    def start_live(self, target: Path, *, draft: Path | None = None, name: str = "server") -> Client:
+        """Start a specdraft server on a draft, the first one by default, and wait until it answers. `name`: of its log."""
+        self._published.clear()
+        log_path = self.record.directory / f"{name}.log"
         server = self._make_server(
             target,
-            draft=self.first_draft,
-            log_path=self.server_log,
+            draft=draft or self.first_draft,
+            log_path=log_path,
             extra=self._live_options,
-            state_dir=self.record.directory / "state",
+            state_dir=self.record.directory / f"state-{name}",
         )
-        return self._start(server, "the specdraft server (40 to 60 s)", self.server_log)
+        return self._start(server, "the specdraft server (40 to 60 s)", log_path)
 
     def start_none(self, target: Path) -> Client:
         """Start the stock server, without plugin and speculation, and wait until it answers."""
@@ -190,22 +194,22 @@ class Session:
         self.record.event("none_burst", tokens_per_s=result.tokens_per_s, **asdict(result))
         return result
 
-    async def freeze(self, client: Client) -> dict[str, Any]:
-        """Stop learning and save the served draft as the live arm; return the status."""
+    async def freeze(self, client: Client, directory: Path | None = None) -> dict[str, Any]:
+        """Stop learning and save the served draft, as the live arm's by default; return the status."""
         status = await client.train("pause")
         # A candidate that passed its gate a moment ago is still on its way: it belongs to the live arm.
         ends = time.monotonic() + _PUBLISH_WAIT_S
         while status["learning"]["candidate_ready"] and time.monotonic() < ends:
             await asyncio.sleep(_PUBLISH_POLL_S)
             status = await client.status()
-        await client.save(self.live_draft)
+        await client.save(directory or self.live_draft)
         self._note_publishes(status)
         self.record.event("frozen", draft_version=status["draft_version"], digest=status["draft_digest"], **_learning(status))
         return status
 
     def arms(self, live: Client, none: Client) -> Arms:
         """The three arms, once learning is frozen and both servers run."""
-        return Arms(speculative=live, plain=none, first=self.first_draft, live=self.live_draft)
+        return Arms(clients={NONE: none, FIRST: live, LIVE: live}, drafts={FIRST: self.first_draft, LIVE: self.live_draft})
 
     async def compare(
         self,
@@ -236,15 +240,15 @@ class Session:
 
     async def judge(self, arms: Arms, measured: Sequence[Measurement]) -> list[Verdict]:
         """Every difference between the greedy answers, judged by the stock server."""
-        found: list[Difference] = differences(measured)
+        found: list[Difference] = differences(measured, arms.names)
         verdicts = [await arms.judge(difference) for difference in found]
         for verdict in verdicts:
             self.record.event("difference", tie=verdict.tie, logprobs=verdict.logprobs, **asdict(verdict.difference))
         return verdicts
 
-    def summarise(self, measured: Sequence[Measurement], *, phase: str) -> list[ArmSummary]:
+    def summarise(self, measured: Sequence[Measurement], *, phase: str, arms: Sequence[str] = ARMS) -> list[ArmSummary]:
         """The arms over the complete pairs, noted in the record. Raises `SessionError` when no pair is complete."""
-        summaries = summarise(measured)
+        summaries = summarise(measured, arms)
         if not summaries:
             raise SessionError(f"the comparison ({phase}) has no complete pair: give the run more time or fewer rounds")
         self.record.event("comparison", phase=phase, arms=[asdict(summary) for summary in summaries])

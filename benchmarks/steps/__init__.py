@@ -1,0 +1,1 @@
+"""What one engine step takes, part by part."""
