@@ -9,7 +9,8 @@ from typing import Any
 from vllm_specdraft.demo.compare import B1, FIRST, LIVE, NONE
 
 # Blue, orange and grey can be told apart with any colour vision.
-_COLOURS = {LIVE: "#0b6fb8", FIRST: "#e08214", NONE: "#6b6b6b"}
+_COLOURS = {LIVE: "#0b6fb8", FIRST: "#e08214", NONE: "#6b6b6b", "eagle3": "#0b6fb8", "dflash": "#e08214"}
+_OTHER = "#7b4fa3"
 _PAUSE_COLOUR = "#eef2e6"
 _MOST_LABELS = 14
 _PUBLISH_COLOUR = "#2e7d32"
@@ -64,18 +65,20 @@ def draw(events: Sequence[dict[str, Any]], path: Path, *, title: str) -> bool:
 
 def _accepted_over_time(axes: Any, events: Sequence[dict[str, Any]]) -> None:
     bursts = [burst for burst in of_kind(events, "burst") if burst["accepted_length"] is not None]
-    middles = [minutes(burst["t_s"] - burst["wall_s"] / 2) for burst in bursts]
     values = [burst["accepted_length"] for burst in bursts]
-    axes.plot(middles, values, "o-", color=_COLOURS[LIVE], label="validation answers, served draft")
+    for server, group in _by_server(bursts).items():
+        middles = [minutes(burst["t_s"] - burst["wall_s"] / 2) for burst in group]
+        label = "validation answers, served draft" + _of(server)
+        axes.plot(middles, [burst["accepted_length"] for burst in group], "o-", color=_colour(server), label=label)
     polls = [poll for poll in of_kind(events, "poll") if poll.get("held_out_candidate") is not None]
-    if polls:
+    for index, group in enumerate(_by_server(polls).values()):
         axes.plot(
-            [minutes(poll["t_s"]) for poll in polls],
-            [poll["held_out_candidate"] for poll in polls],
+            [minutes(poll["t_s"]) for poll in group],
+            [poll["held_out_candidate"] for poll in group],
             ".:",
             color=_PUBLISH_COLOUR,
             linewidth=1.2,
-            label="held-out samples, draft being trained",
+            label=None if index else "held-out samples, draft being trained",
         )
     axes.axhline(1.0, color=_COLOURS[NONE], linestyle="--", linewidth=1.2, label="none (one token per step)")
     axes.set_ylabel("accepted length (tokens per step)")
@@ -86,12 +89,13 @@ def _accepted_over_time(axes: Any, events: Sequence[dict[str, Any]]) -> None:
 
 def _speed_over_time(axes: Any, events: Sequence[dict[str, Any]]) -> None:
     bursts = of_kind(events, "burst")
-    for index, burst in enumerate(bursts):
-        label = "validation answers, served draft" if index == 0 else None
-        start, end = minutes(burst["t_s"] - burst["wall_s"]), minutes(burst["t_s"])
-        axes.plot([start, end], [burst["single_tokens_per_s"]] * 2, color=_COLOURS[LIVE], linewidth=4, label=label)
-    middles = [minutes(burst["t_s"] - burst["wall_s"] / 2) for burst in bursts]
-    axes.plot(middles, [burst["single_tokens_per_s"] for burst in bursts], color=_COLOURS[LIVE], linewidth=1, alpha=0.6)
+    for server, group in _by_server(bursts).items():
+        for index, burst in enumerate(group):
+            label = "validation answers, served draft" + _of(server) if index == 0 else None
+            start, end = minutes(burst["t_s"] - burst["wall_s"]), minutes(burst["t_s"])
+            axes.plot([start, end], [burst["single_tokens_per_s"]] * 2, color=_colour(server), linewidth=4, label=label)
+        middles = [minutes(burst["t_s"] - burst["wall_s"] / 2) for burst in group]
+        axes.plot(middles, [burst["single_tokens_per_s"] for burst in group], color=_colour(server), linewidth=1, alpha=0.6)
     references = of_kind(events, "none_burst")
     for reference in references[-1:]:
         value = reference["single_tokens_per_s"]
@@ -101,6 +105,22 @@ def _speed_over_time(axes: Any, events: Sequence[dict[str, Any]]) -> None:
     axes.set_title("Speed of validation answers, one at a time, greedy", fontsize=11, loc="left")
     top = max(event["single_tokens_per_s"] for event in [*bursts, *references])
     axes.set_ylim(0, top * 1.2)
+
+
+def _by_server(events: Sequence[dict[str, Any]]) -> dict[str | None, list[dict[str, Any]]]:
+    """Events by the server that they are of; one line is drawn for each."""
+    groups: dict[str | None, list[dict[str, Any]]] = {}
+    for event in events:
+        groups.setdefault(event.get("server"), []).append(event)
+    return groups
+
+
+def _colour(server: str | None) -> str:
+    return _COLOURS.get(server or LIVE, _OTHER)
+
+
+def _of(server: str | None) -> str:
+    return f" ({server})" if server else ""
 
 
 def _shade_pauses(axes: Any, events: Sequence[dict[str, Any]]) -> None:
@@ -126,7 +146,7 @@ def _mark_publishes(axes: Any, events: Sequence[dict[str, Any]]) -> None:
 def _bars(axes: Any, arms: Sequence[dict[str, Any]], field: str, label: str, form: str) -> None:
     names = [arm["arm"] for arm in arms]
     values = [arm[field] for arm in arms]
-    bars = axes.bar(names, values, color=[_COLOURS[name] for name in names], width=0.65)
+    bars = axes.bar(names, values, color=[_COLOURS.get(name, _OTHER) for name in names], width=0.65)
     axes.bar_label(bars, labels=[form.format(value) for value in values], padding=2, fontsize=9)
     axes.set_ylim(0, max(values) * 1.18)
     axes.set_ylabel(label)

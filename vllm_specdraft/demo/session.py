@@ -82,6 +82,7 @@ class Session:
         self._make_server = make_server or _server_class()
         self._servers: list[ServerLike] = []
         self._published: set[int] = set()
+        self._serving: str | None = None
 
     @property
     def server_log(self) -> Path:
@@ -114,16 +115,20 @@ class Session:
             drafts.init(target, self.first_draft, kind=self.kind)
         return target
 
-    def start_live(self, target: Path, *, draft: Path | None = None, name: str = "server") -> Client:
-        """Start a specdraft server on a draft, the first one by default, and wait until it answers. `name`: of its log."""
+    def start_live(self, target: Path, *, draft: Path | None = None, name: str | None = None) -> Client:
+        """Start a specdraft server on a draft, the first one by default, and wait until it answers.
+
+        `name`: of its log and of its line in the chart, where there are several.
+        """
         self._published.clear()
-        log_path = self.record.directory / f"{name}.log"
+        self._serving = name
+        log_path = self.record.directory / f"{name}.log" if name else self.server_log
         server = self._make_server(
             target,
             draft=draft or self.first_draft,
             log_path=log_path,
             extra=self._live_options,
-            state_dir=self.record.directory / f"state-{name}",
+            state_dir=self.record.directory / (f"state-{name}" if name else "state"),
         )
         return self._start(server, "the specdraft server (40 to 60 s)", log_path)
 
@@ -161,7 +166,9 @@ class Session:
         result = await burst(client, prompts, self.rhythm, on_answer=on_answer)
         self.rounds.append(result)
         status = await client.status()
-        self.record.event("burst", round=index, tokens_per_s=result.tokens_per_s, **asdict(result), **_learning(status))
+        self.record.event(
+            "burst", round=index, **self._named(), tokens_per_s=result.tokens_per_s, **asdict(result), **_learning(status)
+        )
         self._note_publishes(status)
         row = table.round_line(index=index, burst=result, status=status)
         self.console.line(row)
@@ -174,7 +181,7 @@ class Session:
         began_s = self.record.elapsed_s
 
         def on_status(status: dict[str, Any], left_s: float) -> None:
-            self.record.event("poll", idle_state=status["idle_state"], **_learning(status))
+            self.record.event("poll", idle_state=status["idle_state"], **self._named(), **_learning(status))
             self._note_publishes(status)
             self.console.progress(table.pause_line(status, left_s))
 
@@ -253,6 +260,10 @@ class Session:
             raise SessionError(f"the comparison ({phase}) has no complete pair: give the run more time or fewer rounds")
         self.record.event("comparison", phase=phase, arms=[asdict(summary) for summary in summaries])
         return summaries
+
+    def _named(self) -> dict[str, str]:
+        """The server that learns now, where there are several."""
+        return {"server": self._serving} if self._serving else {}
 
     def _note_publishes(self, status: dict[str, Any]) -> None:
         for publish in status["publishes"]:
