@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from trainer_bridge.draft.dflash import DFlash
+from trainer_bridge.draft.dflash.model import DFlashDraft
 from trainer_bridge.draft.eagle3.kind import Eagle3
 from trainer_bridge.draft.eagle3.model import Eagle3Draft
 from trainer_bridge.draft.interface import FrozenTarget, TargetSpec
@@ -75,6 +77,23 @@ def draft_config(**fields: Any) -> dict[str, Any]:
     """Checkpoint config of the tiny draft; `fields` overwrite its entries."""
     config = Eagle3().configure(target_spec(), tap_layers=TAP_LAYERS, draft_vocab_size=len(KEPT))
     return {**config, **fields}
+
+
+def dflash_config(**changes: Any) -> dict[str, Any]:
+    """The same of a DFlash draft."""
+    return {**DFlash().configure(target_spec(), tap_layers=TAP_LAYERS, draft_vocab_size=len(KEPT)), **changes}
+
+
+def dflash_draft(*, layers: int = 1, dtype: torch.dtype = torch.float64) -> DFlashDraft:
+    """A DFlash draft with random parameters, norms and all."""
+    model = DFlash().build(dflash_config(num_hidden_layers=layers))
+    random = generator(1000)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spread = torch.randn(parameter.shape, generator=random)
+            parameter.copy_(1 + 0.3 * spread if parameter.ndim == 1 else spread * parameter.shape[1] ** -0.5)
+    model.set_vocabulary(torch.tensor(KEPT))
+    return model.to(dtype)
 
 
 def draft(*, seed: int = 0, kept: Sequence[int] = KEPT, dtype: torch.dtype = torch.float64) -> Eagle3Draft:

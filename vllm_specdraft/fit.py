@@ -41,6 +41,8 @@ def check(directory: Path, target: Mapping[str, Any]) -> int:
         raise CheckpointError(text if str(directory) in text else f"{directory}: {text}") from None
     except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         raise CheckpointError(f"{directory / checkpoint.CONFIG} describes no draft that can be built ({error}): {_KNOB}") from None
+    if lacking := [name for name in draft_type.files(model.state_dict(), config) if not (directory / name).exists()]:
+        raise CheckpointError(f"{directory} lacks {', '.join(lacking)}, which the engine reads beside the weights; {_KNOB}")
     for name, parameter in model.named_parameters():
         if not bool(parameter.isfinite().all()):
             raise CheckpointError(f"{directory}: {name} holds values that are not finite: the checkpoint is damaged; {_KNOB}")

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from tests.builders import KEPT, draft, draft_config
+from tests.builders import KEPT, dflash_config, dflash_draft, draft, draft_config
 from trainer_bridge.draft import checkpoint, registry
+from trainer_bridge.draft.dflash import DFlash
 from trainer_bridge.draft.eagle3 import Eagle3
 from trainer_bridge.errors import CheckpointError
 
@@ -276,3 +277,41 @@ def test_a_digest_tells_apart_what_has_the_same_bytes(other: State) -> None:
 
 def test_scalars_have_digests_too() -> None:
     assert checkpoint.digest_of({"a": torch.tensor(1.0)}) != checkpoint.digest_of({"a": torch.tensor(2.0)})
+
+
+# What engines read beside the weights.
+
+
+@pytest.fixture
+def saved_dflash(tmp_path: Path) -> Path:
+    """A good checkpoint of a DFlash draft."""
+    DFlash().save(tmp_path / "dflash", dflash_draft(dtype=torch.float32).state_dict(), dflash_config())
+    return tmp_path / "dflash"
+
+
+def test_the_mask_embedding_lies_where_vllm_looks_for_it(saved_dflash: Path) -> None:
+    """In a file of its own with the id it stands for; and among the weights, so that whoever reads them has all of the draft."""
+    found = torch.load(saved_dflash / "mask_embedding.pt", weights_only=True)
+    state = checkpoint.read_state(saved_dflash)
+    assert torch.equal(found["embedding"], state["mask_embedding"])
+    assert found["mask_token_id"] == dflash_config()["dflash_config"]["mask_token_id"]
+    model, config = registry.of_config(checkpoint.read_config(saved_dflash)).load(saved_dflash)
+    assert config == dflash_config()
+    assert checkpoint.digest_of(model.state_dict()) == checkpoint.digest_of(dflash_draft(dtype=torch.float32).state_dict())
+
+
+def test_saving_again_replaces_the_files_beside_the_weights_too(saved_dflash: Path) -> None:
+    other = {
+        name: tensor + 1 if tensor.is_floating_point() else tensor for name, tensor in checkpoint.read_state(saved_dflash).items()
+    }
+    DFlash().save(saved_dflash, other, dflash_config())
+    found = torch.load(saved_dflash / "mask_embedding.pt", weights_only=True)
+    assert torch.equal(found["embedding"], other["mask_embedding"])
+    (saved_dflash / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"no draft checkpoint \(notes.txt\)"):
+        DFlash().save(saved_dflash, other, dflash_config())
+
+
+def test_a_draft_of_one_type_is_not_saved_over_one_of_another(saved_dflash: Path) -> None:
+    with pytest.raises(CheckpointError, match="is there and is no draft checkpoint"):
+        Eagle3().save(saved_dflash, state_of(), draft_config())

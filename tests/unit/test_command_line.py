@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.builders import draft, draft_config, target_dir
+from tests.builders import dflash_config, dflash_draft, draft, draft_config, target_dir
 from trainer_bridge.draft import checkpoint
+from trainer_bridge.draft.dflash import DFlash
 from vllm_specdraft import cli, drafts, embedded, preflight, serve
 from vllm_specdraft.config import ENVIRONMENT, EngineConfig
 from vllm_specdraft.launch import free_port
@@ -49,15 +50,22 @@ def config_of(command: Command) -> EngineConfig:
 
 
 @pytest.fixture
-def become(monkeypatch: pytest.MonkeyPatch, draft_dir: Path, tmp_path: Path) -> list[Command]:
+def become(monkeypatch: pytest.MonkeyPatch, draft_dir: Path, dflash_dir: Path, tmp_path: Path) -> list[Command]:
     """The commands that would have replaced this process."""
     seen: list[Command] = []
     monkeypatch.setattr(serve, "become", seen.append)
     monkeypatch.setattr(embedded, "ensure", lambda **_: target_dir(tmp_path / "default-model"))
     monkeypatch.setattr(embedded, "is_converted", lambda: True)
-    monkeypatch.setattr(drafts, "auto", lambda target, kind: draft_dir)
+    monkeypatch.setattr(drafts, "auto", lambda target, kind: {drafts.DEFAULT_TYPE: draft_dir, "dflash": dflash_dir}[kind])
     monkeypatch.setattr(preflight, "available_bytes", lambda: 64 * preflight.GIB)
     return seen
+
+
+@pytest.fixture
+def dflash_dir(tmp_path: Path) -> Path:
+    """A tiny draft checkpoint of the other type."""
+    DFlash().save(tmp_path / "dflash", dflash_draft(dtype=torch.float32).state_dict(), dflash_config())
+    return tmp_path / "dflash"
 
 
 @pytest.fixture
@@ -70,6 +78,15 @@ def target(tmp_path: Path) -> str:
 def port() -> str:
     """A port that nothing listens on."""
     return str(free_port())
+
+
+@pytest.mark.parametrize(("word", "method"), [("auto", "eagle3"), ("eagle3", "eagle3"), ("dflash", "dflash")])
+def test_serve_makes_a_draft_of_the_type_that_is_named(
+    word: str, method: str, target: str, port: str, become: list[Command]
+) -> None:
+    assert cli.main(["serve", target, "--draft", word, "--port", port]) == 0
+    (command,) = become
+    assert json.loads(values_of(command, "--speculative-config")[0])["method"] == method
 
 
 def test_serve_without_a_target_serves_the_embedded_model(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tests.builders import HIDDEN, KEPT, TAP_LAYERS, VOCAB, frozen_target, generator, sample, target_spec
+from tests.builders import HIDDEN, KEPT, TAP_LAYERS, VOCAB, dflash_draft, frozen_target, sample, target_spec
 from tests.tolerances import OBJECTIVE_FP64, REGROUPED_FP64, Tolerance, assert_close
 from trainer_bridge.draft.dflash.kind import DFlash
 from trainer_bridge.draft.dflash.model import DFlashDraft
@@ -29,19 +29,6 @@ SAMPLES = (
 Gradients = dict[str, torch.Tensor]
 
 
-def draft(layers: int = 2, dtype: torch.dtype = torch.float64) -> DFlashDraft:
-    """Random parameters, norms and all."""
-    config = DFlash().configure(target_spec(), tap_layers=TAP_LAYERS, draft_vocab_size=len(KEPT))
-    model = DFlash().build({**config, "num_hidden_layers": layers})
-    random = generator(1000)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            spread = torch.randn(parameter.shape, generator=random)
-            parameter.copy_(1 + 0.3 * spread if parameter.ndim == 1 else spread * parameter.shape[1] ** -0.5)
-    model.set_vocabulary(torch.tensor(KEPT))
-    return model.to(dtype)
-
-
 def packed(samples: Sequence[TapSample], passes: int = PASSES) -> PackedBatch:
     batch = pack(samples, passes)
     return dataclasses.replace(batch, taps=batch.taps.double(), final=batch.final.double())
@@ -52,7 +39,7 @@ def gradients_of(model: DFlashDraft) -> Gradients:
 
 
 def train(batches: Sequence[PackedBatch], *, passes: int = PASSES, layers: int = 2) -> tuple[float, Gradients]:
-    model = draft(layers)
+    model = dflash_draft(layers=layers)
     objective = BlockObjective(model, frozen_target(), passes=passes, slot_decay=DECAY)
     normalisers = torch.stack([objective.label_counts(batch) for batch in batches]).sum(0)
     for batch in batches:
@@ -119,7 +106,7 @@ def labelled(one: TapSample, p: int, passes: int) -> int:
 
 
 def oracle(samples: Sequence[TapSample], *, passes: int = PASSES, layers: int = 2) -> tuple[float, Gradients]:
-    model, target = draft(layers), frozen_target()
+    model, target = dflash_draft(layers=layers), frozen_target()
     w = dict(model.named_parameters())
     total, normaliser = torch.tensor(0.0).double(), 0.0
     for one in samples:
@@ -173,7 +160,7 @@ def slots_of(model: DFlashDraft, samples: Sequence[TapSample], batch: PackedBatc
 
 
 def test_a_block_sees_neither_the_future_nor_other_blocks_nor_other_documents() -> None:
-    model, one = draft(), SAMPLES[0]
+    model, one = dflash_draft(layers=2), SAMPLES[0]
     batch = packed([SAMPLES[1], one])
     before = slots_of(model, SAMPLES, batch)
     rows = batch.anchors[batch.document[batch.anchors] == 1]
@@ -194,7 +181,7 @@ def test_a_block_sees_neither_the_future_nor_other_blocks_nor_other_documents() 
 
 
 def test_measured_acceptance_follows_the_dense_oracle() -> None:
-    model = draft()
+    model = dflash_draft(layers=2)
     w = dict(model.named_parameters())
     for one in SAMPLES:
         found = BlockObjective(model, frozen_target(), passes=PASSES).measure(packed([one]))
@@ -215,7 +202,7 @@ def test_measured_acceptance_follows_the_dense_oracle() -> None:
 
 def test_stopping_anywhere_leaves_no_loss() -> None:
     batch = packed(SAMPLES)
-    objective = BlockObjective(draft(), frozen_target(), passes=PASSES, slot_decay=DECAY)
+    objective = BlockObjective(dflash_draft(layers=2), frozen_target(), passes=PASSES, slot_decay=DECAY)
     total = sum(1 for _ in objective.pieces(batch, objective.label_counts(batch)))
     assert objective.take_loss() > 0
     for stop in range(total - 1):

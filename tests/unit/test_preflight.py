@@ -15,8 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.builders import KEPT, VOCAB, draft, draft_config, target_dir
+from tests.builders import KEPT, VOCAB, dflash_config, dflash_draft, draft, draft_config, target_dir
 from trainer_bridge.draft import checkpoint
+from trainer_bridge.draft.dflash import DFlash
 from trainer_bridge.errors import CheckpointError, ConfigError
 from vllm_specdraft import fit, preflight, target
 from vllm_specdraft.config import SettingsError
@@ -133,6 +134,17 @@ def test_a_draft_of_another_target_is_refused_by_what_differs(
 def test_everything_that_differs_is_named_at_once(draft_dir: Path, config: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=r"hidden_size.*vocab_size.*taps layers"):
         fit.check(draft_dir, {**config, "hidden_size": 1, "vocab_size": 2, "num_hidden_layers": 3})
+
+
+def test_every_draft_type_is_held_against_the_target(tmp_path: Path, config: dict[str, Any]) -> None:
+    directory = tmp_path / "dflash"
+    DFlash().save(directory, dflash_draft(dtype=torch.float32).state_dict(), dflash_config())
+    assert fit.check(directory, config) == sum(parameter.numel() for parameter in dflash_draft().parameters())
+    with pytest.raises(CheckpointError, match=r"it taps layers \[1, 2, 4\], the target has layers 1 to 3"):
+        fit.check(directory, {**config, "num_hidden_layers": 4})
+    (directory / "mask_embedding.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks mask_embedding.pt, which the engine reads"):
+        fit.check(directory, config)
 
 
 def rewrite(directory: Path, **fields: Any) -> None:

@@ -8,6 +8,7 @@ import argparse
 import itertools
 import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.builders import draft, draft_config
+from tests.builders import dflash_config, dflash_draft, draft, draft_config
 from trainer_bridge.draft import checkpoint
+from trainer_bridge.draft.dflash import DFlash
 from vllm_specdraft import cpu, engine_options, serve
 from vllm_specdraft.config import ENVIRONMENT, EngineConfig, SettingsError
 from vllm_specdraft.serve import Command
@@ -135,6 +137,18 @@ def test_the_speculative_config_names_method_draft_and_tokens(built: Any, draft_
     (text,) = values_of(command, "--speculative-config")
     assert json.loads(text) == {"method": "eagle3", "model": str(draft_dir), "num_speculative_tokens": 5}
     assert values_of(command, "--worker-extension-cls") == [serve.WORKER_EXTENSION]
+
+
+def test_the_draft_decides_method_and_number_of_tokens(built: Any, draft_dir: Path) -> None:
+    """Unless the number is given; the engine and the learner hear the same one."""
+    shutil.rmtree(draft_dir)
+    DFlash().save(draft_dir, dflash_draft(dtype=torch.float32).state_dict(), dflash_config())
+    for words, tokens in (((), DFlash().default_tokens), (("--num-speculative-tokens", "6"), 6)):
+        command = built(*words)
+        found = json.loads(values_of(command, "--speculative-config")[0])
+        assert (found["method"], found["num_speculative_tokens"]) == ("dflash", tokens)
+        assert json.loads(command.environment[ENVIRONMENT])["num_speculative_tokens"] == tokens
+        assert any(f"(dflash, {tokens} tokens a step)" in note for note in command.notes)
 
 
 @pytest.mark.parametrize("limit", [1, 4, 8, 100])
