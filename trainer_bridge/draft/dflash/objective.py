@@ -17,14 +17,11 @@ from specdraft_kernels.distill_loss import TeacherLogits, distill_loss
 
 from trainer_bridge.draft import products
 from trainer_bridge.draft.dflash.model import DFlashDraft, Layer
-from trainer_bridge.draft.interface import Acceptance, FrozenTarget, Objective
+from trainer_bridge.draft.interface import Acceptance, FrozenTarget
+from trainer_bridge.draft.objectives import DraftObjective, backward, leaf_of
 from trainer_bridge.draft.packing import PackedBatch
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_()
 
 
 def _reached(batch: PackedBatch) -> torch.Tensor:
@@ -45,44 +42,31 @@ class _Blocks:
     width: int
 
 
-class BlockObjective(Objective):
+class BlockObjective(DraftObjective[DFlashDraft]):
     """Soft cross-entropy of every slot against the target's distribution over the draft vocabulary."""
 
     def __init__(self, model: DFlashDraft, target: FrozenTarget, *, passes: int, slot_decay: float = 0.8) -> None:
         """`passes`: proposed tokens, slots 1..passes. `slot_decay`: slot j counts ``slot_decay ** (j - 1)``."""
-        self.model, self.target = model, target
-        self.passes, self.slot_decay = passes, slot_decay
-        self._loss = 0.0
-        self.vocabulary_changed()
-
-    def vocabulary_changed(self) -> None:
-        self._kept = self.model.kept()
-        self._teacher_head = self.target.head[self._kept].to(self.model.fc.weight.dtype)
-
-    def take_loss(self) -> float:
-        loss, self._loss = self._loss, 0.0
-        return loss
+        super().__init__(model, target, passes=passes)
+        self.slot_decay = slot_decay
 
     def pieces(self, batch: PackedBatch, normalisers: torch.Tensor) -> Iterator[None]:
         valid = _reached(batch)
-        with torch.no_grad():
-            wanted = torch.where(valid, batch.anchors[:, None] + 1 + torch.arange(self.passes), batch.anchors[:, None])
-            rows, teacher_row = wanted.unique(return_inverse=True)
-            teacher = batch.final[rows] @ self._teacher_head.T
+        teacher, teacher_row = self._teacher(batch, valid)
         yield
         with torch.enable_grad():
             trunk = self._trunk(batch)
             pairs = [self._trunk_pair(layer, trunk, batch) for layer in self.model.each_layer()]
-        leaves = [(_leaf(keys), _leaf(values)) for keys, values in pairs]
+        leaves = [(leaf_of(keys), leaf_of(values)) for keys, values in pairs]
         yield
         blocks = self._blocks(batch)
         with torch.enable_grad():
             inputs = [self._inputs(batch)]
-        hidden, outputs = [_leaf(inputs[0])], list[torch.Tensor]()
+        hidden, outputs = [leaf_of(inputs[0])], list[torch.Tensor]()
         for layer, pair in zip(self.model.each_layer(), leaves, strict=True):
             with torch.enable_grad():
                 outputs.append(self._layer(layer, hidden[-1], pair, blocks, batch))
-            hidden.append(_leaf(outputs[-1]))
+            hidden.append(leaf_of(outputs[-1]))
             yield
         weights = self.slot_decay ** torch.arange(self.passes, dtype=torch.float64)
         loss = self._head(hidden[-1], teacher, teacher_row, valid, weights, float((weights * normalisers).sum()))
@@ -90,13 +74,10 @@ class BlockObjective(Objective):
         for output, above in zip(reversed(outputs), reversed(hidden[1:]), strict=True):
             torch.autograd.backward([output], [above.grad])
             yield
-        roots, gradients = [inputs[0]], [hidden[0].grad]
-        for pair, leaf in zip(pairs, leaves, strict=True):
-            for tensor, ahead in zip(pair, leaf, strict=True):
-                if ahead.grad is not None:
-                    roots.append(tensor)
-                    gradients.append(ahead.grad)
-        torch.autograd.backward(roots, gradients)
+        reached = [
+            (tensor, leaf.grad) for pair, own in zip(pairs, leaves, strict=True) for tensor, leaf in zip(pair, own, strict=True)
+        ]
+        backward([(inputs[0], hidden[0].grad), *reached])
         # Counted at the end only: an iterator that is closed early leaves no loss behind.
         self._loss += loss
         yield
@@ -112,12 +93,7 @@ class BlockObjective(Objective):
             hidden = self._layer(layer, hidden, self._trunk_pair(layer, trunk, batch), blocks, batch)
         proposed = self._kept[self.model.logits(hidden).argmax(-1)].view(-1, self.passes)
         hit = (batch.valid & (proposed == batch.future_ids[batch.anchors, 1:])).long().cumprod(1)
-        accepted = 1 + hit.sum(1).double()
-        owner = batch.document[batch.anchors]
-        sums = torch.zeros(batch.num_documents, dtype=torch.float64).index_add_(0, owner, accepted)
-        return Acceptance(
-            accepted_sum=sums, anchors=torch.bincount(owner, minlength=batch.num_documents), hits=hit.sum(0)
-        )  # fmt: skip
+        return self._acceptance(batch, 1 + hit.sum(1).double(), hit.sum(0))
 
     def _blocks(self, batch: PackedBatch) -> _Blocks:
         width = self.passes + 1
@@ -132,9 +108,7 @@ class BlockObjective(Objective):
 
     def _inputs(self, batch: PackedBatch) -> torch.Tensor:
         """``[A * W, hidden]``"""
-        ids = batch.future_ids[batch.anchors, 0]
-        first = self.target.embedding.detach()[ids].to(self.model.fc.weight.dtype)
-        return self.model.slots(first, self.passes + 1).flatten(0, 1)
+        return self.model.slots(self._embed(batch.future_ids[batch.anchors, 0]), self.passes + 1).flatten(0, 1)
 
     def _trunk(self, batch: PackedBatch) -> torch.Tensor:
         # Taps may belong to a policy in training: the draft's loss must not reach it.

@@ -18,12 +18,9 @@ from specdraft_kernels.distill_loss import TeacherLogits, distill_loss
 
 from trainer_bridge.draft import products
 from trainer_bridge.draft.eagle3.model import Eagle3Draft
-from trainer_bridge.draft.interface import Acceptance, FrozenTarget, Objective
+from trainer_bridge.draft.interface import Acceptance, FrozenTarget
+from trainer_bridge.draft.objectives import DraftObjective, backward, leaf_of
 from trainer_bridge.draft.packing import PackedBatch
-
-
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_()
 
 
 @dataclass
@@ -43,13 +40,10 @@ class _Pass:
         return self.own_leaves
 
     def backward(self) -> None:
-        outputs, gradients = [self.output], [self.hidden.grad]
+        segments = [(self.output, self.hidden.grad)]
         if self.own is not None and self.own_leaves is not None:
-            for tensor, leaf in zip(self.own, self.own_leaves, strict=True):
-                if leaf.grad is not None:
-                    outputs.append(tensor)
-                    gradients.append(leaf.grad)
-        torch.autograd.backward(outputs, gradients)
+            segments += [(tensor, leaf.grad) for tensor, leaf in zip(self.own, self.own_leaves, strict=True)]
+        backward(segments)
 
 
 def _picked(tensor: torch.Tensor, of: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -57,32 +51,21 @@ def _picked(tensor: torch.Tensor, of: torch.Tensor, rows: torch.Tensor) -> torch
     return tensor if rows.shape == of.shape else tensor[torch.searchsorted(of, rows)]
 
 
-class TrainingTimeTest(Objective):
+class TrainingTimeTest(DraftObjective[Eagle3Draft]):
     """Soft cross-entropy against the target's distribution over the draft vocabulary, `passes` passes deep."""
 
     def __init__(self, model: Eagle3Draft, target: FrozenTarget, *, passes: int, pass_decay: float = 0.8) -> None:
         """`pass_decay`: pass d counts ``pass_decay ** (d - 1)``."""
-        self.model, self.target = model, target
-        self.passes, self.pass_decay = passes, pass_decay
-        self._loss = 0.0
-        self.vocabulary_changed()
-
-    def vocabulary_changed(self) -> None:
-        self._kept = self.model.kept()
-        self._teacher_head = self.target.head[self._kept].to(self.model.fc.weight.dtype)
-
-    def take_loss(self) -> float:
-        loss, self._loss = self._loss, 0.0
-        return loss
+        super().__init__(model, target, passes=passes)
+        self.pass_decay = pass_decay
 
     def pieces(self, batch: PackedBatch, normalisers: torch.Tensor) -> Iterator[None]:
-        with torch.no_grad():
-            teacher, teacher_row = self._teacher(batch)
+        teacher, teacher_row = self._teacher(batch, batch.valid)
         yield
         with torch.enable_grad():
             hidden0, keys, values = self._trunk(batch)
-        trunk = (_leaf(keys), _leaf(values))
-        start = _leaf(hidden0[batch.anchors])
+        trunk = (leaf_of(keys), leaf_of(values))
+        start = leaf_of(hidden0[batch.anchors])
         hidden, rows = start, torch.arange(batch.anchors.shape[0])
         yield
         segments: list[_Pass] = []
@@ -95,8 +78,8 @@ class TrainingTimeTest(Objective):
             with torch.enable_grad():
                 branch = [(_picked(k, s.rows, alive), _picked(v, s.rows, alive)) for s in segments[1:] for k, v in [s.leaves()]]
                 output, own = self._layer(batch, d, alive, _picked(hidden, rows, alive), trunk, branch)
-            hidden, rows = _leaf(output), alive
-            leaves = (_leaf(own[0]), _leaf(own[1])) if own else None
+            hidden, rows = leaf_of(output), alive
+            leaves = (leaf_of(own[0]), leaf_of(own[1])) if own else None
             segments.append(_Pass(rows, output, hidden, own, leaves))
             yield
             scale = self.pass_decay**d / max(1, int(normalisers[d]))
@@ -108,12 +91,7 @@ class TrainingTimeTest(Objective):
         scattered = torch.zeros_like(hidden0)
         if start.grad is not None:
             scattered[batch.anchors] = start.grad
-        roots, gradients = [hidden0], [scattered]
-        for tensor, leaf in zip((keys, values), trunk, strict=True):
-            if leaf.grad is not None:
-                roots.append(tensor)
-                gradients.append(leaf.grad)
-        torch.autograd.backward(roots, gradients)
+        backward([(hidden0, scattered), (keys, trunk[0].grad), (values, trunk[1].grad)])
         # Counted at the end only: an iterator that is closed early leaves no loss behind.
         self._loss += loss
         yield
@@ -136,22 +114,10 @@ class TrainingTimeTest(Objective):
             branch = [(k[good], v[good]) for k, v in branch]
             accepted[rows] += 1
             hits[d] = rows.shape[0]
-        owner = batch.document[batch.anchors]
-        sums = torch.zeros(batch.num_documents, dtype=torch.float64).index_add_(0, owner, accepted)
-        return Acceptance(accepted_sum=sums, anchors=torch.bincount(owner, minlength=batch.num_documents), hits=hits)
-
-    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.target.embedding.detach()[ids].to(self.model.fc.weight.dtype)
-
-    def _teacher(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Teacher logits ``[U, draft_vocab]`` of the rows that label something, and each label's row ``[A, D]``; for all passes."""
-        wanted = batch.anchors[:, None] + 1 + torch.arange(self.passes)[None, :]
-        wanted = torch.where(batch.valid, wanted, batch.anchors[:, None])
-        rows, index = wanted.unique(return_inverse=True)
-        return batch.final[rows] @ self._teacher_head.T, index
+        return self._acceptance(batch, accepted, hits)
 
     def _trunk(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # Taps and embedding may belong to a policy in training: the draft's loss must not reach it.
+        # Taps may belong to a policy in training: the draft's loss must not reach it.
         hidden0 = self.model.combine(batch.taps.detach())
         x = self.model.layer_input(self._embed(batch.future_ids[:, 0]), hidden0)
         keys, values = self.model.keys_values(x, batch.positions)
