@@ -55,3 +55,27 @@ class WeightSourceError(BridgeError, ValueError):
 
 class UnmergedAdapterError(WeightSourceError):
     """The model carries adapters (LoRA and the like) that are not merged into its weights."""
+
+
+class TapError(BridgeError, RuntimeError):
+    """Taps on their way from a pipeline stage to the draft were lost, late, or not what they should be."""
+
+
+class TapDeadlineError(TapError, TimeoutError):
+    """A stage waited longer than it may: for taps that did not come, or for a slot that nobody freed."""
+
+
+class TapPeerError(TapError):
+    """The process at the other end of a tap channel is gone."""
+
+
+class TapOrderError(TapError):
+    """Taps came twice, or of another step than the one that runs."""
+
+
+class TapOverrunError(TapError):
+    """Taps are larger than their slot, or a slot was written while it was read."""
+
+
+class TapShapeError(TapError, ValueError):
+    """Taps have another number of rows, columns or layers, or another dtype, than the draft expects."""
