@@ -64,6 +64,10 @@ class TypesBenchmark:
         drafts.init(target, first, kind=kind)
         return self._session.start_live(target, draft=first, name=kind)
 
+    def _live(self, kind: str) -> Path:
+        """The draft that was served when learning stopped."""
+        return self._session.record.directory / f"live_draft_{kind}"
+
     async def _learn(self, kind: str, client: Client) -> None:
         session, curve = self._session, []
 
@@ -83,7 +87,7 @@ class TypesBenchmark:
         session.prompts.rewind()
         async with client:
             await learn(session, client, budget_s=self._budget_s, cap_s=self._cap_s, on_round=on_round)
-            status = await session.freeze(client, session.record.directory / f"live_draft_{kind}")
+            status = await session.freeze(client, self._live(kind))
         learning = status["learning"]
         self._learned[kind] = {
             "trained_tokens_per_s": round(learning["tokens"] / learning["seconds"], 1),
@@ -101,7 +105,7 @@ class TypesBenchmark:
         async with AsyncExitStack() as stack:
             for client in clients.values():
                 await stack.enter_async_context(client)
-            arms = Arms(clients=clients)
+            arms = Arms(clients=clients, drafts={kind: self._live(kind) for kind in self._kinds})
             await arms.warm_up(prompts[-1], Sampling(max_tokens=MAX_TOKENS))
             for batch in BATCHES:
                 count = _groups(batch, self._pairs)

@@ -25,7 +25,7 @@ from vllm_specdraft.console import Console
 from vllm_specdraft.demo.run import EXIT_FAILED
 
 TYPES = ("eagle3", "dflash")
-WIDTHS = (1, 2, 3, 4, 5, 7)
+WIDTHS = (1, 2, 3, 5, 7)
 BATCHES = (1, 4)
 _ENGINE_S = 300.0
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.steps import probe
 
-TOKENS = 96
-PROMPTS = 6
+TOKENS = 64
+PROMPTS = 3
 
 
 def parts_of(steps: list[dict[str, float]], rows: int) -> dict[str, float]:
@@ -54,7 +54,7 @@ def measure(target: str, draft: str | None, method: str | None, tokens: int, bat
     found: dict[str, Any] = {}
     for batch in batches:
         steps: list[dict[str, float]] = []
-        groups = [questions[i * batch : (i + 1) * batch] for i in range(PROMPTS if batch == 1 else 2)]
+        groups = [questions[i * batch : (i + 1) * batch] for i in range(PROMPTS if batch == 1 else 1)]
         llm.chat([[{"role": "user", "content": questions[0]}]], sampling, use_tqdm=False)
         llm.collective_rpc(probe.take)
         for group in groups:

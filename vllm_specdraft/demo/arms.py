@@ -79,7 +79,7 @@ class DecodeMeter:
 class Arms:
     """Answers prompts with the stock engine or one of several drafts, one arm at a time.
 
-    Arms may share an engine process: the draft of such an arm is swapped in before its turn.
+    Arms may share an engine process: an arm's draft is swapped in before its turn.
     """
 
     def __init__(
@@ -90,7 +90,8 @@ class Arms:
         settle_s: float = SETTLE_S,
         warm_tokens: int = 8,
     ) -> None:
-        """`clients`: each arm's server, the stock engine's under `NONE`. `drafts`: checkpoints of arms that share a server.
+        """`clients`: each arm's server, the stock engine's under `NONE`. `drafts`: checkpoint of each arm that has one; a draft that was
+        published by hand is measured, one that the gate let through may be taken back meanwhile.
 
         `settle_s`: wait when the server changes.
 
@@ -104,7 +105,7 @@ class Arms:
         self._drafts = dict(drafts or {})
         self._settle_s = settle_s
         self._warm_tokens = warm_tokens
-        self._served: str | None = None
+        self._served: dict[Client, str] = {}
         self._versions: dict[Client, int] = {}
         self._last: Client | None = None
         self._requests = 0
@@ -169,11 +170,11 @@ class Arms:
 
     async def _switch(self, arm: str) -> Client:
         client = self._clients[arm]
-        if arm in self._drafts and self._served != arm:
+        if arm in self._drafts and self._served.get(client) != arm:
             record = await client.publish(self._drafts[arm])
             if record.get("draft_version") is None:
                 raise RequestError(f"the server did not swap in {self._drafts[arm]}: it answered {record}")
-            self._served, self._versions[client] = arm, record["draft_version"]
+            self._served[client], self._versions[client] = arm, record["draft_version"]
         if self._last is not None and self._last is not client:
             await asyncio.sleep(self._settle_s)
         self._last = client
