@@ -30,9 +30,21 @@ class TypesBenchmark:
     """One server per type, one after the other while they learn; then all of them and the stock engine in turns."""
 
     def __init__(
-        self, kinds: Sequence[str], *, session: Session, interrupts: Interrupts, budget_s: float, cap_s: float, pairs: int
+        self,
+        kinds: Sequence[str],
+        *,
+        session: Session,
+        interrupts: Interrupts,
+        budget_s: float,
+        cap_s: float,
+        pairs: int,
+        learned: Path | None = None,
     ) -> None:
-        """`budget_s`: learning time of each type, in seconds; `cap_s`: of idle time each; `pairs`: groups at batch 1."""
+        """`budget_s`: learning time of each type, in seconds; `cap_s`: of idle time each; `pairs`: groups at batch 1.
+
+        `learned`: directory of an earlier run whose drafts are compared again; nothing is learned then.
+        """
+        self._earlier = learned
         self._kinds, self._session, self._interrupts = tuple(kinds), session, interrupts
         self._budget_s, self._cap_s, self._pairs = budget_s, cap_s, pairs
         self._learned: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
@@ -51,9 +63,10 @@ class TypesBenchmark:
         clients = {}
         for kind in self._kinds:
             clients[kind] = self._start(target, kind)
-            session.console.line(f"{kind}:")
-            session.console.line(table.round_header())
-            self._interrupts.run(self._learn(kind, clients[kind]))
+            if self._earlier is None:
+                session.console.line(f"{kind}:")
+                session.console.line(table.round_header())
+                self._interrupts.run(self._learn(kind, clients[kind]))
         none = session.start_none(target)
         self._interrupts.run(self._compare({NONE: none, **clients}))
 
@@ -66,7 +79,7 @@ class TypesBenchmark:
 
     def _live(self, kind: str) -> Path:
         """The draft that was served when learning stopped."""
-        return self._session.record.directory / f"live_draft_{kind}"
+        return (self._earlier or self._session.record.directory) / f"live_draft_{kind}"
 
     async def _learn(self, kind: str, client: Client) -> None:
         session, curve = self._session, []

@@ -191,6 +191,9 @@ def parser() -> argparse.ArgumentParser:
         help=f"learning time, at most {IDLE_CAP_MINUTES:.0f} (default 12)",
     )
     made.add_argument("--pairs", type=int, default=10, metavar="N", help="interleaved pairs at batch 1 (default %(default)s)")
+    made.add_argument(
+        "--learned", type=Path, metavar="RUN", help="of several draft types: compare those that an earlier run left in runs/<time>"
+    )
     rhythm_arguments(made)
     return made
 
@@ -231,7 +234,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if several:
             budget_s, cap_s = 60.0 * options.idle_minutes, 60.0 * IDLE_CAP_MINUTES
             benchmark = TypesBenchmark(
-                kinds, session=session, interrupts=interrupts, budget_s=budget_s, cap_s=cap_s, pairs=options.pairs
+                kinds, session=session, interrupts=interrupts, budget_s=budget_s, cap_s=cap_s, pairs=options.pairs,
+                learned=options.learned,
             )  # fmt: skip
         else:
             benchmark = RolloutBenchmark(

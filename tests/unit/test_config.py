@@ -35,7 +35,7 @@ def other_value(field: dataclasses.Field[Any]) -> Any:
     if isinstance(default, str):
         return default + "-2"
     if default is None:
-        return "/somewhere"
+        return {"int | None": 3, "float | None": 0.5}.get(str(field.type), "/somewhere")
     return default / 2 if isinstance(default, float) and default else default + 1
 
 

@@ -90,8 +90,8 @@ class Arms:
         settle_s: float = SETTLE_S,
         warm_tokens: int = 8,
     ) -> None:
-        """`clients`: each arm's server, the stock engine's under `NONE`. `drafts`: checkpoint of each arm that has one; a draft that was
-        published by hand is measured, one that the gate let through may be taken back meanwhile.
+        """`clients`: each arm's server, the stock engine's under `NONE`. `drafts`: checkpoint of each arm that has one: a
+        draft that the gate let through may be taken back meanwhile, one that was published by hand stays.
 
         `settle_s`: wait when the server changes.
 
