@@ -116,8 +116,11 @@ class TypesBenchmark:
         verdicts: list[Verdict] = []
         found: dict[str, dict[str, ArmSummary]] = {}
         async with AsyncExitStack() as stack:
-            for client in clients.values():
+            for arm, client in clients.items():
                 await stack.enter_async_context(client)
+                if arm != NONE:
+                    # A server that learned here would take the cores from the others' turns.
+                    await client.train("pause")
             arms = Arms(clients=clients, drafts={kind: self._live(kind) for kind in self._kinds})
             await arms.warm_up(prompts[-1], Sampling(max_tokens=MAX_TOKENS))
             for batch in BATCHES:

@@ -52,7 +52,7 @@ def draw(events: Sequence[dict[str, Any]], path: Path, *, title: str) -> bool:
         _mark_publishes(axes, events)
         axes.grid(alpha=0.3)
         axes.set_xlim(left=0)
-        axes.legend(loc="lower right", fontsize=9)
+        axes.legend(loc="best", fontsize=9)
     if summaries:
         arms = summaries[-1]["arms"]
         _bars(figure.add_subplot(grid[0, 1]), arms, "accepted_length", "accepted length (tokens per step)", "{:.2f}")
