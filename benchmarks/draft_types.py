@@ -165,7 +165,8 @@ class TypesBenchmark:
                 "ratio_vs_none": round(arm.ratio, 4),
                 "accepted_length": round(arm.accepted_length, 4),
                 "accepted_share_per_position": [round(share, 4) for share in arm.accepted_share_per_position],
-                "step_ms": None if arm.step_ms is None else round(arm.step_ms, 2),
+                # In batches that are not drafted for, steps without a draft are not counted.
+                "step_ms": round(arm.step_ms, 2) if arm.step_ms is not None and phase in ("b1", "b1_t1") else None,
             }
         return {**self._learned[kind], **phases}
 
