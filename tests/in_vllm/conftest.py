@@ -32,21 +32,21 @@ def target() -> Path:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Tests of drafts run with one type, or with all where their module says so (``KINDS``)."""
-    if "kind" in metafunc.fixturenames:
-        metafunc.parametrize("kind", getattr(metafunc.module, "KINDS", ("eagle3",)), indirect=True, scope="session")
+    """Tests of drafts run with one type, or with all where their module says so (``DRAFT_KINDS``)."""
+    if "draft_kind" in metafunc.fixturenames:
+        metafunc.parametrize("draft_kind", getattr(metafunc.module, "DRAFT_KINDS", ("eagle3",)), indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")
-def kind(request: pytest.FixtureRequest) -> str:
+def draft_kind(request: pytest.FixtureRequest) -> str:
     """The draft type under test."""
     return request.param
 
 
 @pytest.fixture(scope="session")
-def first_draft(target: Path, kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def first_draft(target: Path, draft_kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new draft, warm start."""
-    return drafts.init(target, tmp_path_factory.mktemp("drafts") / "first", kind=kind)
+    return drafts.init(target, tmp_path_factory.mktemp("drafts") / "first", kind=draft_kind)
 
 
 @pytest.fixture(scope="session")
@@ -82,13 +82,13 @@ def plain(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 @pytest.fixture(scope="session")
-def stock(target: Path, learned: Path, kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def stock(target: Path, learned: Path, draft_kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Stock vLLM that loads our checkpoint. Our plugin is installed and called by vLLM, but was not asked for."""
     log = tmp_path_factory.mktemp("stock") / "server.log"
     # Named, so that vLLM loads both of our entry points; not asked for, since there is no config in the environment.
     environment = {**cpu.choose(os.environ, kv_gib=1).environment, "VLLM_PLUGINS": "specdraft"}
     server = Server(target, draft=None, log_path=log, environment=environment)
-    speculative = {"method": kind, "model": str(learned), "num_speculative_tokens": 3}
+    speculative = {"method": draft_kind, "model": str(learned), "num_speculative_tokens": 3}
     server.command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target), "--served-model-name", "specdraft",
         "--port", server.url.rpartition(":")[2], "--dtype", "float32", "--enforce-eager",

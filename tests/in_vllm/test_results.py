@@ -12,7 +12,7 @@ import requests
 from tests.in_vllm import engines
 from vllm_specdraft.launch import Server
 
-KINDS = ("eagle3", "dflash")
+DRAFT_KINDS = ("eagle3", "dflash")
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from trainer_bridge.taps import TapSample
 from vllm_specdraft import cpu
 from vllm_specdraft.config import ENVIRONMENT, EngineConfig
 
-KINDS = ("eagle3", "dflash")
+DRAFT_KINDS = ("eagle3", "dflash")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def draft(live: Any, learned: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seen(target: Path, kind: str, draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def seen(target: Path, draft_kind: str, draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the worker of an offline engine saw: two prompts one by one, then both at once with their prefill cut into chunks."""
     out = tmp_path_factory.mktemp("seen")
     config = EngineConfig(draft_dir=str(draft), state_dir=str(out), learn=False)
@@ -44,7 +44,7 @@ def seen(target: Path, kind: str, draft: Path, tmp_path_factory: pytest.TempPath
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    command = [sys.executable, "-m", "tests.in_vllm.probes", str(target), kind, str(draft), str(out)]
+    command = [sys.executable, "-m", "tests.in_vllm.probes", str(target), draft_kind, str(draft), str(out)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stderr[-3000:]
     return out
