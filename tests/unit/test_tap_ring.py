@@ -214,7 +214,7 @@ class _Pipeline:
             for thread in threads:
                 thread.join(20)
                 assert not thread.is_alive(), "a rank hangs"
-            if self.errors:
+            if self.errors or self._dead.is_set():
                 return
 
     def _rank(self, step: int, rank: int) -> None:
