@@ -14,7 +14,7 @@ demo: setup  ## a server learns its own draft while it is idle; about 15 minutes
 	@exec $(PY) -m vllm_specdraft.cli demo
 
 test: setup  ## all tests; those that start a real engine take most of the time
-	@$(PY) -m pytest
+	@$(PY) -m pytest --durations=25
 
 lint: setup  ## ruff and mypy
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && $(PY) -m mypy

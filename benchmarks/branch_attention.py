@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.attention import context_parallel, memory, model, parity
+from benchmarks.ranks import on_ranks
 from vllm_specdraft.console import Console
 from vllm_specdraft.demo.record import RunRecord
 from vllm_specdraft.demo.run import EXIT_FAILED, EXIT_INTERRUPTED, one_line
@@ -44,14 +45,14 @@ def spread(say: Any) -> dict[str, Any]:
     """Bytes and overlap of context parallelism over gloo processes."""
     matches, ratio = True, 1.0
     for ranks in (2, 4):
-        for found in context_parallel.on_ranks(context_parallel.counted, ranks):
+        for found in on_ranks(context_parallel.counted, ranks):
             for form, sent in found.items():
                 formula = context_parallel.expected(form, ranks)
                 matches = matches and abs(sent / formula - 1) <= 0.01
             ratio = found["gather"] / found["ring"]
         sent_mb = {form: sent / 1e6 for form, sent in found.items()}
         say(f"{ranks} ranks, fp32, 3 passes: ring sends {sent_mb['ring']:.2f} MB per rank, gather {sent_mb['gather']:.2f} MB")
-    overlap = min(context_parallel.on_ranks(context_parallel.hidden_share, 2))
+    overlap = min(on_ranks(context_parallel.hidden_share, 2))
     say(f"hops hidden behind computation, ring of 2 on a slow link: {overlap:.2f}")
     return {"traffic_matches_formula": matches, "traffic_vs_ring_per_pass": round(ratio, 4), "overlap": round(overlap, 3)}
 

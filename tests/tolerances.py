@@ -36,6 +36,10 @@ OBJECTIVE_FP64 = Tolerance(
     relative=1e-10,
     reason="three chained fp64 passes in another order differ by about 1e-14; a wrong label, position or mask by over 1e-3",
 )
+LEARNED_FROM_SAMPLES = Tolerance(
+    relative=1e-4,
+    reason="the policy runs in fp32, and its attention over two ranks sums in another order; another row shows above 1e-1",
+)
 REGROUPED_FP64 = Tolerance(
     relative=1e-10,
     reason="packing and splitting only change the order of fp64 sums; a label counted twice or left out is a whole label",

@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from specdraft_kernels.zigzag_ring import Exchange, Trunk, ZigzagLayout, sent_bytes
 
 PASSES, HEADS, KV_HEADS, SIZE = 3, 8, 2, 64
 LENGTHS = (301, 64, 1, 130)
 OVERLAP_TOKENS = 6144
 REPEATS = 3
-
-
-def on_ranks(function: Callable[[], Any], ranks: int) -> list[Any]:
-    """What ``function()`` returned on each of `ranks` gloo processes."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_run, (function, ranks, store.port, folder), nprocs=ranks)
-        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
-
-
-def _run(rank: int, function: Callable[[], Any], ranks: int, port: int, folder: str) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=120))
-    torch.save(function(), Path(folder) / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _passes(layout: ZigzagLayout, exchange: Exchange, form: Any, passes: int) -> None:

@@ -25,11 +25,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save_target(tmp_path_factory.mktemp("parallel") / "target", "llama", tied=False, vocab=150, seed=12)
 
 
-@pytest.fixture(scope="module")
-def ran(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["eagle3", "dflash"])
+def ran(request: pytest.FixtureRequest, target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `run_parallel` left."""
     out = tmp_path_factory.mktemp("ran")
-    draft = drafts.init(target, out / "draft", draft_vocab_size=90)
+    draft = drafts.init(target, out / "draft", draft_vocab_size=90, kind=request.param)
     arguments = {"targets": {"parallel": str(target)}, "drafts": {"parallel": str(draft)}, "out": str(out)}
     tiny_engine.run_script("tests.in_vllm.run_parallel", arguments, timeout_s=400, ranks=2)
     return out

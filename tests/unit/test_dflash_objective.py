@@ -155,7 +155,7 @@ def slots_of(model: DFlashDraft, samples: Sequence[TapSample], batch: PackedBatc
         trunk, blocks = objective._trunk(batch), objective._blocks(batch)
         hidden = objective._inputs(batch)
         for layer in model.each_layer():
-            hidden = objective._layer(layer, hidden, objective._trunk_pair(layer, trunk, batch), blocks, batch)
+            hidden = objective._layer(layer, hidden, objective._layer_trunk(layer, trunk, batch), blocks)
     return hidden.view(batch.anchors.shape[0], PASSES + 1, -1)
 
 

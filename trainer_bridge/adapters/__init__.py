@@ -13,6 +13,7 @@ comes at most once per rank and tied weights come once.
 |---|---|---|
 | any module, one process or plain data parallel | `module_weights` | its share of whole tensors |
 | a Hugging Face model, the same | `hf_weights` | its share of whole tensors, named as ``save_pretrained`` does |
+| megatron-core's GPTModel, over tensor, pipeline and virtual ranks | `megatron_weights` | its own layers and boxes |
 | ``fully_shard`` (FSDP2), HSDP, and tensor parallel by DTensor | `fsdp_weights` | its own boxes, without a collective |
 
 Whoever cuts by hand needs no adapter. A pipeline stage gives the names of its own layers, a rank of an expert-parallel group
@@ -37,7 +38,8 @@ What all ranks of a tensor-parallel group hold alike (norms), one of them gives.
 
 from trainer_bridge.adapters.fsdp import fsdp_weights
 from trainer_bridge.adapters.hf import hf_weights
+from trainer_bridge.adapters.megatron import load_megatron, megatron_weights
 from trainer_bridge.adapters.module import module_weights
 from trainer_bridge.shards import Entry, Shard, shard_of
 
-__all__ = ["Entry", "Shard", "fsdp_weights", "hf_weights", "module_weights", "shard_of"]
+__all__ = ["Entry", "Shard", "fsdp_weights", "hf_weights", "load_megatron", "megatron_weights", "module_weights", "shard_of"]

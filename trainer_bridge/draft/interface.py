@@ -104,7 +104,11 @@ class Objective(abc.ABC):
 
     def label_counts(self, batch: PackedBatch) -> torch.Tensor:
         """``[passes]`` int64: labels that this objective counts in a microbatch, per pass."""
-        return batch.label_counts()
+        return self.counted(batch.valid).sum(0)
+
+    def counted(self, valid: torch.Tensor) -> torch.Tensor:
+        """Of `valid` ``[A, passes]``, which passes of an anchor have a label, those that this objective trains."""
+        return valid
 
     @abc.abstractmethod
     def take_loss(self) -> float:

@@ -14,11 +14,6 @@ from trainer_bridge.draft.packing import PackedBatch
 Model = TypeVar("Model", bound=DraftModel)
 
 
-def leaf_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, where a segment begins: the gradient that reaches it is collected here."""
-    return tensor.detach().requires_grad_()
-
-
 def backward(segments: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
     """Backward of what segments gave, each with the gradient that its leaf collected; None: nothing reached it."""
     reached = [(output, gradient) for output, gradient in segments if gradient is not None]
@@ -49,8 +44,7 @@ class DraftObjective(Objective, Generic[Model]):
     @torch.no_grad()
     def _teacher(self, batch: PackedBatch, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Teacher logits ``[U, draft_vocab]`` of the rows that label something, and each label's row among them ``[A, D]``."""
-        wanted = batch.anchors[:, None] + 1 + torch.arange(self.passes)[None, :]
-        rows, index = torch.where(valid, wanted, batch.anchors[:, None]).unique(return_inverse=True)
+        rows, index = torch.where(valid, batch.teachers(), batch.anchors[:, None]).unique(return_inverse=True)
         return batch.final[rows] @ self._teacher_head.T, index
 
     @staticmethod

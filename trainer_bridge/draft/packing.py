@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer_bridge.draft.trunk import DraftTrunk, LocalTrunk, Split, SplitTrunk
 from trainer_bridge.taps import TapSample
 
 
@@ -40,6 +41,11 @@ class PackedBatch:
     valid: torch.Tensor
     """``[A, D]`` bool: pass d of this anchor has a label."""
     num_documents: int
+    split: Split | None = None
+    """None: all rows of the documents are here. Otherwise this rank's, with padding; `anchors` are its own, and `final` goes on
+    with the rows of other ranks that its anchors' labels need."""
+    teacher_rows: torch.Tensor | None = None
+    """``[A, D]`` int64: of a split batch, the row of `final` that labels pass d of an anchor; anything where it has no label."""
 
     @property
     def passes(self) -> int:
@@ -55,6 +61,24 @@ class PackedBatch:
     def label_counts(self) -> torch.Tensor:
         """``[D]`` int64: labels per pass."""
         return self.valid.sum(0)
+
+    def teachers(self) -> torch.Tensor:
+        """``[A, D]`` int64: the row of `final` that labels pass d of an anchor; anything where it has no label."""
+        if self.teacher_rows is not None:
+            return self.teacher_rows
+        return self.anchors[:, None] + 1 + torch.arange(self.passes, device=self.anchors.device)
+
+    def prefix(self) -> torch.Tensor:
+        """``[A]`` int64: rows of its document up to an anchor, its own among them."""
+        if self.split is not None:
+            return self.positions[self.anchors] + 1
+        return self.anchors + 1 - self.cu_seqlens[self.document[self.anchors]]
+
+    def trunk(self, keys: torch.Tensor, values: torch.Tensor) -> DraftTrunk:
+        """The trunk of one layer, of keys and values ``[N, Hkv, D]`` of all rows."""
+        if self.split is not None:
+            return SplitTrunk(keys, values, self.split, passes=self.passes)
+        return LocalTrunk(keys, values, self.cu_seqlens)
 
 
 def _rows_of(sample: TapSample, passes: int) -> tuple[torch.Tensor, torch.Tensor]:

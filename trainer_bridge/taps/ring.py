@@ -56,7 +56,15 @@ def memory_bytes(slots: int, slot_bytes: int) -> int:
 class TapRing:
     """One side's view of the slots. Both sides use the same class; each calls its own half of the methods."""
 
-    def __init__(self, memory: np.ndarray, *, name: str, writes: bool, alive: Callable[[int], bool] | None = None) -> None:
+    def __init__(
+        self,
+        memory: np.ndarray,
+        *,
+        name: str,
+        writes: bool,
+        alive: Callable[[int], bool] | None = None,
+        data: Sequence[torch.Tensor] | None = None,
+    ) -> None:
         """Attach to memory that `format_memory` has laid out.
 
         Args:
@@ -64,6 +72,7 @@ class TapRing:
             name: of the chunk and rank that writes, for errors.
             writes: which side this is.
             alive: whether a process lives; of this machine by default.
+            data: per slot ``[slot bytes]`` uint8 on a device, where memory holds the stamps alone.
         """
         words = memory[: memory.size // 8 * 8].view(np.int64)
         if words.size < _HEAD_WORDS or int(words[0]) != _MAGIC or int(words[1]) != _LAYOUT:
@@ -71,9 +80,7 @@ class TapRing:
         self.name, self.slots, self.slot_bytes = name, int(words[2]), int(words[3])
         self._head = words[:_HEAD_WORDS]
         self._stamps = words[_HEAD_WORDS : _HEAD_WORDS + self.slots * _SLOT_WORDS].reshape(self.slots, _SLOT_WORDS)
-        stride = -(-self.slot_bytes // _ALIGNMENT) * _ALIGNMENT
-        start = memory_bytes(self.slots, self.slot_bytes) - self.slots * stride
-        self._data = [memory[start + i * stride : start + i * stride + self.slot_bytes] for i in range(self.slots)]
+        self._data = list(data) if data is not None else _slots_of(memory, self.slots, self.slot_bytes)
         self._own, self._other = (4, 5) if writes else (5, 4)
         self._head[self._own] = os.getpid()
         self._alive = alive or _lives
@@ -90,27 +97,18 @@ class TapRing:
         Raises `TapOverrunError` for taps that are larger than a slot, `TapOrderError` when this microbatch's are there already,
         `TapDeadlineError` and `TapPeerError` when none becomes free.
         """
-        if shape.nbytes > self.slot_bytes:
-            raise TapOverrunError(
-                f"{self.name}: {shape.rows} rows of {sum(shape.widths)} columns are {shape.nbytes} bytes, a slot has "
-                f"{self.slot_bytes}: allocate for the longest microbatch"
-            )
-        if not 0 < len(shape.widths) <= MAX_PARTS:
-            raise TapShapeError(f"{self.name}: {len(shape.widths)} tap layers in one chunk, 1 to {MAX_PARTS} are possible")
+        check_fits(self.name, shape, self.slot_bytes)
         for stamp in self._stamps:
-            if stamp[_STATE] != FREE and (int(stamp[_STEP]), int(stamp[_MICROBATCH])) == (step, microbatch):
+            if stamp[_STATE] != FREE and place_of(stamp) == (step, microbatch):
                 raise TapOrderError(
                     f"{self.name}: the taps of microbatch {microbatch} of step {step} are there already: put twice?"
                 )
         index = self._wait(self._free, timeout_s, f"a free slot for microbatch {microbatch} of step {step}")
         stamp = self._stamps[index]
-        stamp[_STEP], stamp[_MICROBATCH], stamp[_ROWS] = step, microbatch, shape.rows
-        stamp[_DTYPE], stamp[_PARTS] = _DTYPES.index(shape.dtype), len(shape.widths)
-        stamp[_WIDTHS : _WIDTHS + len(shape.widths)] = shape.widths
-        stamp[_PUT] += 1
+        write_head(stamp, step, microbatch, shape)
         stamp[_STATE] = WRITING
         self._note_use()
-        return Writing(stamp, _parts(self._data[index], shape))
+        return Writing(stamp, parts_of(self._data[index], shape))
 
     def _free(self) -> int | None:
         found = np.flatnonzero(self._stamps[:, _STATE] == FREE)
@@ -129,27 +127,17 @@ class TapRing:
             for index, stamp in enumerate(self._stamps):
                 if stamp[_STATE] != FULL:
                     continue
-                if int(stamp[_STEP]) < step:
-                    raise TapOrderError(
-                        f"{self.name}: microbatch {int(stamp[_MICROBATCH])} of step {int(stamp[_STEP])} was put and never taken; "
-                        f"step {step} has begun"
-                    )
-                if (int(stamp[_STEP]), int(stamp[_MICROBATCH])) == (step, microbatch):
+                check_step(self.name, stamp, step)
+                if place_of(stamp) == (step, microbatch):
                     return index
             return None
 
         index = self._wait(there, timeout_s, f"the taps of microbatch {microbatch} of step {step}")
         stamp = self._stamps[index]
-        found = Shape(
-            rows=int(stamp[_ROWS]),
-            widths=tuple(int(width) for width in stamp[_WIDTHS : _WIDTHS + int(stamp[_PARTS])]),
-            dtype=_DTYPES[int(stamp[_DTYPE])],
-        )
-        if found != shape:
-            raise TapShapeError(f"{self.name}: microbatch {microbatch} of step {step} has taps {found}, the draft expects {shape}")
+        check_shape(self.name, stamp, shape)
         stamp[_STATE] = READING
         self._note_use()
-        return Reading(stamp, _parts(self._data[index], shape), self.name)
+        return Reading(stamp, parts_of(self._data[index], shape), self.name)
 
     # -- both ------------------------------------------------------------------------------------------------------------
 
@@ -201,6 +189,9 @@ class Writing:
 
     def commit(self) -> None:
         """All parts are written: the other side may read them."""
+        if self._parts[0].is_cuda:
+            # The copies run behind; another process sees the stamp, not their stream.
+            torch.cuda.current_stream(self._parts[0].device).synchronize()
         self._stamp[_STATE] = FULL
 
     def drop(self) -> None:
@@ -219,6 +210,8 @@ class Reading:
 
     def release(self) -> None:
         """The slot may be written again. Raises `TapOverrunError` when somebody has done so already."""
+        if self.parts[0].is_cuda:
+            torch.cuda.current_stream(self.parts[0].device).synchronize()
         if int(self._stamp[_PUT]) != self._put or self._stamp[_STATE] != READING:
             raise TapOverrunError(
                 f"{self._name}: a slot was written again while its taps were read: two writers, or released twice"
@@ -226,21 +219,72 @@ class Reading:
         self._stamp[_STATE] = FREE
 
 
-def format_memory(memory: np.ndarray, *, slots: int, slot_bytes: int) -> None:
-    """Lay `memory` ``[memory_bytes(...)]`` uint8 out, all slots free. Raises `TapOverrunError` when it is too small."""
-    if memory.size < memory_bytes(slots, slot_bytes):
-        raise TapOverrunError(
-            f"{slots} slots of {slot_bytes} bytes need {memory_bytes(slots, slot_bytes)} bytes, not {memory.size}"
-        )
+def format_memory(memory: np.ndarray, *, slots: int, slot_bytes: int, stamps_only: bool = False) -> None:
+    """Lay `memory` ``[memory_bytes(...)]`` uint8 out, all slots free; `stamps_only`: for slots that lie elsewhere.
+
+    Raises `TapOverrunError` when it is too small.
+    """
+    needed = memory_bytes(slots, 0 if stamps_only else slot_bytes)
+    if memory.size < needed:
+        raise TapOverrunError(f"{slots} slots of {slot_bytes} bytes need {needed} bytes, not {memory.size}")
     words = memory[: 8 * (_HEAD_WORDS + slots * _SLOT_WORDS)].view(np.int64)
     words[:] = 0
     words[1], words[2], words[3] = _LAYOUT, slots, slot_bytes
     words[0] = _MAGIC
 
 
-def _parts(data: np.ndarray, shape: Shape) -> list[torch.Tensor]:
-    """The parts one behind the other, each contiguous."""
-    flat = torch.from_numpy(data[: shape.nbytes]).view(shape.dtype)
+def check_fits(name: str, shape: Shape, slot_bytes: int) -> None:
+    """Raise `TapOverrunError` or `TapShapeError` for taps that no slot of so many bytes can hold."""
+    if shape.nbytes > slot_bytes:
+        raise TapOverrunError(
+            f"{name}: {shape.rows} rows of {sum(shape.widths)} columns are {shape.nbytes} bytes, a slot has {slot_bytes}: "
+            "allocate for the longest microbatch"
+        )
+    if not 0 < len(shape.widths) <= MAX_PARTS:
+        raise TapShapeError(f"{name}: {len(shape.widths)} tap layers in one chunk, 1 to {MAX_PARTS} are possible")
+
+
+def write_head(stamp: np.ndarray, step: int, microbatch: int, shape: Shape) -> None:
+    """Say in a slot's `stamp` what is about to be written."""
+    stamp[_STEP], stamp[_MICROBATCH], stamp[_ROWS] = step, microbatch, shape.rows
+    stamp[_DTYPE], stamp[_PARTS] = _DTYPES.index(shape.dtype), len(shape.widths)
+    stamp[_WIDTHS : _WIDTHS + len(shape.widths)] = shape.widths
+    stamp[_PUT] += 1
+
+
+def place_of(stamp: np.ndarray) -> tuple[int, int]:
+    """Step and microbatch of a slot's `stamp`."""
+    return int(stamp[_STEP]), int(stamp[_MICROBATCH])
+
+
+def check_step(name: str, stamp: np.ndarray, step: int) -> None:
+    """Raise `TapOrderError` for a full slot of an earlier step."""
+    found, microbatch = place_of(stamp)
+    if found < step:
+        raise TapOrderError(f"{name}: microbatch {microbatch} of step {found} was put and never taken; step {step} has begun")
+
+
+def check_shape(name: str, stamp: np.ndarray, shape: Shape) -> None:
+    """Raise `TapShapeError` when a slot holds something else than the draft expects."""
+    found = Shape(
+        rows=int(stamp[_ROWS]),
+        widths=tuple(int(width) for width in stamp[_WIDTHS : _WIDTHS + int(stamp[_PARTS])]),
+        dtype=_DTYPES[int(stamp[_DTYPE])],
+    )
+    if found != shape:
+        step, microbatch = place_of(stamp)
+        raise TapShapeError(f"{name}: microbatch {microbatch} of step {step} has taps {found}, the draft expects {shape}")
+
+
+def _slots_of(memory: np.ndarray, slots: int, slot_bytes: int) -> list[torch.Tensor]:
+    stride = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
+    start = memory_bytes(slots, slot_bytes) - slots * stride
+    return [torch.from_numpy(memory[start + i * stride : start + i * stride + slot_bytes]) for i in range(slots)]
+
+
+def parts_of(data: torch.Tensor, shape: Shape) -> list[torch.Tensor]:
+    """The parts one behind the other in a slot's bytes, each contiguous."""
+    flat = data[: shape.nbytes].view(shape.dtype)
     return [
         part.view(shape.rows, width)
         for part, width in zip(flat.split([shape.rows * w for w in shape.widths]), shape.widths, strict=True)

@@ -3,7 +3,7 @@
 from specdraft_kernels.zigzag_ring.cost import choose_form, held_bytes, sent_bytes
 from specdraft_kernels.zigzag_ring.exchange import Exchange
 from specdraft_kernels.zigzag_ring.layout import ZigzagLayout
-from specdraft_kernels.zigzag_ring.shift import shift
+from specdraft_kernels.zigzag_ring.shift import lookahead, shift
 from specdraft_kernels.zigzag_ring.trunk import Trunk
 
-__all__ = ["Exchange", "Trunk", "ZigzagLayout", "choose_form", "held_bytes", "sent_bytes", "shift"]
+__all__ = ["Exchange", "Trunk", "ZigzagLayout", "choose_form", "held_bytes", "lookahead", "sent_bytes", "shift"]

@@ -26,11 +26,56 @@ def shift(rows: torch.Tensor, layout: ZigzagLayout, exchange: Exchange, n: int) 
     Raises:
         ValueError: rows that are not the layout's, or a group of another size.
     """
+    _check(rows, layout, exchange)
+    return _Shift.apply(rows, layout, exchange, n)
+
+
+def lookahead(rows: torch.Tensor, layout: ZigzagLayout, exchange: Exchange, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """For every local row those 1 to `n` tokens ahead: each row that lies on another rank travels once, whoever needs it.
+
+    Without a gradient. Every rank of the group calls it.
+
+    Args:
+        rows: ``[layout.rows, ...]``, as `ZigzagLayout.split` gives them.
+
+    Returns:
+        ``[layout.rows + borrowed, ...]``: the rows and those borrowed; and ``[layout.rows, n]`` int64: where among them the row
+        so many tokens ahead is, -1 where its sequence has none.
+
+    Raises:
+        ValueError: rows that are not the layout's, or a group of another size.
+    """
+    _check(rows, layout, exchange)
+    me, others = exchange.rank, [peer for peer in range(layout.ranks) if peer != exchange.rank]
+    index = torch.full((layout.rows, n), -1)
+    moves = [_moves(layout, me, d) for d in range(1, n + 1)]
+    for d, by_owner in enumerate(moves):
+        if me in by_owner:
+            index[by_owner[me][0], d] = by_owner[me][1]
+    buffers, offset = {}, layout.rows
+    for peer in others:
+        found = [(d, *by_owner[peer]) for d, by_owner in enumerate(moves) if peer in by_owner]
+        if not found:
+            continue
+        wanted, place = torch.cat([there for _, _, there in found]).unique(return_inverse=True)
+        for (d, here, _), own in zip(found, place.split([here.shape[0] for _, here, _ in found]), strict=True):
+            index[here, d] = offset + own
+        buffers[peer] = rows.new_empty(wanted.shape[0], *rows.shape[1:])
+        offset += wanted.shape[0]
+    sends = []
+    for peer in others:
+        lent = [by_owner[me][1] for d in range(1, n + 1) if me in (by_owner := _moves(layout, peer, d))]
+        if lent:
+            sends.append((peer, rows.detach()[torch.cat(lent).unique()].contiguous()))
+    exchange.start(sends, list(buffers.items())).wait()
+    return torch.cat([rows.detach(), *buffers.values()]), index.to(rows.device)
+
+
+def _check(rows: torch.Tensor, layout: ZigzagLayout, exchange: Exchange) -> None:
     if rows.shape[0] != layout.rows:
         raise ValueError(f"{rows.shape[0]} rows, but the layout has {layout.rows} per rank")
     if exchange.ranks != layout.ranks:
         raise ValueError(f"a layout of {layout.ranks} ranks on a group of {exchange.ranks}")
-    return _Shift.apply(rows, layout, exchange, n)
 
 
 def _moves(layout: ZigzagLayout, rank: int, n: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:

@@ -36,6 +36,7 @@ class Trunk:
         passes: int = 1,
         budget_bytes: int = cost.BUDGET_BYTES,
         backend: str | None = None,
+        stepwise: bool = False,
     ) -> None:
         """
         Args:
@@ -44,6 +45,7 @@ class Trunk:
             passes: passes that will use this trunk.
             budget_bytes: memory that a gathered trunk with its gradient may take on each rank.
             backend: see `interval_attention`.
+            stepwise: every pass gets a backward of its own, and `send_home` comes after the last one.
 
         Raises:
             ValueError: a shard of another size than the layout's, a group of another size, an unknown form.
@@ -61,7 +63,16 @@ class Trunk:
         self._k, self._v = k, v
         self._backend = load_backend(choose_backend(backend, k.device))
         self._held = Gathered(layout, exchange) if self.form == "gather" else None
-        self._token = self._held.bring(k, v) if self._held is not None else None
+        self._brought = self._held.bring(k, v) if self._held is not None else None
+        self._token = self._brought.detach().requires_grad_() if stepwise and self._brought is not None else self._brought
+
+    def send_home(self) -> None:
+        """After the backward of all passes of a `stepwise` trunk: let what they left of its gradient reach `k` and `v`.
+
+        Every rank of the group calls it. In the ring form it has reached them already.
+        """
+        if self._brought is not None and self._brought.requires_grad:
+            self._brought.backward()
 
     def branch_attention(
         self,

@@ -12,21 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from specdraft_kernels.block_attention import block_attention
 from specdraft_kernels.distill_loss import TeacherLogits, distill_loss
 
 from trainer_bridge.draft import products
 from trainer_bridge.draft.dflash.model import DFlashDraft, Layer
 from trainer_bridge.draft.interface import Acceptance, FrozenTarget
-from trainer_bridge.draft.objectives import DraftObjective, backward, leaf_of
+from trainer_bridge.draft.objectives import DraftObjective, backward
 from trainer_bridge.draft.packing import PackedBatch
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-def _reached(batch: PackedBatch) -> torch.Tensor:
-    """``[A, D]``: slots that have a label, and all slots before them too."""
-    return batch.valid.long().cumprod(1).bool()
+from trainer_bridge.draft.trunk import DraftTrunk, leaf_of
 
 
 @dataclass
@@ -51,21 +44,20 @@ class BlockObjective(DraftObjective[DFlashDraft]):
         self.slot_decay = slot_decay
 
     def pieces(self, batch: PackedBatch, normalisers: torch.Tensor) -> Iterator[None]:
-        valid = _reached(batch)
+        valid = self.counted(batch.valid)
         teacher, teacher_row = self._teacher(batch, valid)
         yield
         with torch.enable_grad():
             trunk = self._trunk(batch)
-            pairs = [self._trunk_pair(layer, trunk, batch) for layer in self.model.each_layer()]
-        leaves = [(leaf_of(keys), leaf_of(values)) for keys, values in pairs]
+            trunks = [self._layer_trunk(layer, trunk, batch) for layer in self.model.each_layer()]
         yield
         blocks = self._blocks(batch)
         with torch.enable_grad():
             inputs = [self._inputs(batch)]
         hidden, outputs = [leaf_of(inputs[0])], list[torch.Tensor]()
-        for layer, pair in zip(self.model.each_layer(), leaves, strict=True):
+        for layer, own in zip(self.model.each_layer(), trunks, strict=True):
             with torch.enable_grad():
-                outputs.append(self._layer(layer, hidden[-1], pair, blocks, batch))
+                outputs.append(self._layer(layer, hidden[-1], own, blocks))
             hidden.append(leaf_of(outputs[-1]))
             yield
         weights = self.slot_decay ** torch.arange(self.passes, dtype=torch.float64)
@@ -74,23 +66,21 @@ class BlockObjective(DraftObjective[DFlashDraft]):
         for output, above in zip(reversed(outputs), reversed(hidden[1:]), strict=True):
             torch.autograd.backward([output], [above.grad])
             yield
-        reached = [
-            (tensor, leaf.grad) for pair, own in zip(pairs, leaves, strict=True) for tensor, leaf in zip(pair, own, strict=True)
-        ]
-        backward([(inputs[0], hidden[0].grad), *reached])
+        backward([(inputs[0], hidden[0].grad), *(segment for own in trunks for segment in own.segments())])
         # Counted at the end only: an iterator that is closed early leaves no loss behind.
         self._loss += loss
         yield
 
-    def label_counts(self, batch: PackedBatch) -> torch.Tensor:
-        return _reached(batch).sum(0)
+    def counted(self, valid: torch.Tensor) -> torch.Tensor:
+        # Slots that have a label, and all slots before them too.
+        return valid.long().cumprod(1).bool()
 
     @torch.no_grad()
     def measure(self, batch: PackedBatch) -> Acceptance:
         trunk, blocks = self._trunk(batch), self._blocks(batch)
         hidden = self._inputs(batch)
         for layer in self.model.each_layer():
-            hidden = self._layer(layer, hidden, self._trunk_pair(layer, trunk, batch), blocks, batch)
+            hidden = self._layer(layer, hidden, self._layer_trunk(layer, trunk, batch), blocks)
         proposed = self._kept[self.model.logits(hidden).argmax(-1)].view(-1, self.passes)
         hit = (batch.valid & (proposed == batch.future_ids[batch.anchors, 1:])).long().cumprod(1)
         return self._acceptance(batch, 1 + hit.sum(1).double(), hit.sum(0))
@@ -101,7 +91,7 @@ class BlockObjective(DraftObjective[DFlashDraft]):
         first = batch.positions[batch.anchors] + 1
         return _Blocks(
             document=document,
-            prefix=batch.anchors + 1 - batch.cu_seqlens[document],
+            prefix=batch.prefix(),
             positions=(first[:, None] + torch.arange(width)).flatten(),
             width=width,
         )
@@ -114,20 +104,21 @@ class BlockObjective(DraftObjective[DFlashDraft]):
         # Taps may belong to a policy in training: the draft's loss must not reach it.
         return self.model.combine(batch.taps.detach())
 
-    def _trunk_pair(self, layer: Layer, trunk: torch.Tensor, batch: PackedBatch) -> Pair:
-        return self.model.keys_values(layer, trunk, batch.positions)
+    def _layer_trunk(self, layer: Layer, trunk: torch.Tensor, batch: PackedBatch) -> DraftTrunk:
+        return batch.trunk(*self.model.keys_values(layer, trunk, batch.positions))
 
-    def _layer(self, layer: Layer, hidden: torch.Tensor, trunk: Pair, blocks: _Blocks, batch: PackedBatch) -> torch.Tensor:
+    def _layer(self, layer: Layer, hidden: torch.Tensor, trunk: DraftTrunk, blocks: _Blocks) -> torch.Tensor:
         """One decoder layer for all slots ``[A * W, hidden]``; the last one gives those that propose, ``[A * (W - 1), hidden]``."""
         x = layer.input_layernorm(hidden)
         shape = (blocks.document.shape[0], blocks.width)
         own = [each.unflatten(0, shape) for each in self.model.keys_values(layer, x, blocks.positions)]
-        positions = blocks.positions
+        positions, queries = blocks.positions, blocks.width
         if layer is self.model.each_layer()[-1]:
             # Of slot 0 nobody reads more than its keys and values.
             x, hidden, positions = (each.unflatten(0, shape)[:, 1:].flatten(0, 1) for each in (x, hidden, positions))
-        q = self.model.queries(layer, x, positions).unflatten(0, (shape[0], -1))
-        attended, _ = block_attention(q, *trunk, own[0], own[1], batch.cu_seqlens, blocks.document, blocks.prefix)
+            queries -= 1
+        q = self.model.queries(layer, x, positions).unflatten(0, (shape[0], queries))
+        attended, _ = trunk.block_attention(q, own[0], own[1], blocks.document, blocks.prefix)
         return layer.finish(hidden, attended.flatten(0, 1))
 
     def _head(
@@ -141,7 +132,7 @@ class BlockObjective(DraftObjective[DFlashDraft]):
     ) -> float:
         """Loss of all slots that propose, and its gradient into `hidden` and the head."""
         anchors = valid.shape[0]
-        slots = hidden.view(anchors, self.passes, -1)
+        slots = hidden.view(anchors, self.passes, hidden.shape[-1])
         with torch.enable_grad():
             loss = distill_loss(
                 self.model.norm(slots[valid]),

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from specdraft_kernels.branch_attention import branch_attention
 from specdraft_kernels.distill_loss import TeacherLogits, distill_loss
 
 from trainer_bridge.draft import products
 from trainer_bridge.draft.eagle3.model import Eagle3Draft
 from trainer_bridge.draft.interface import Acceptance, FrozenTarget
-from trainer_bridge.draft.objectives import DraftObjective, backward, leaf_of
+from trainer_bridge.draft.objectives import DraftObjective, backward
 from trainer_bridge.draft.packing import PackedBatch
+from trainer_bridge.draft.trunk import DraftTrunk, leaf_of
 
 
 @dataclass
@@ -63,8 +63,7 @@ class TrainingTimeTest(DraftObjective[Eagle3Draft]):
         teacher, teacher_row = self._teacher(batch, batch.valid)
         yield
         with torch.enable_grad():
-            hidden0, keys, values = self._trunk(batch)
-        trunk = (leaf_of(keys), leaf_of(values))
+            hidden0, trunk = self._trunk(batch)
         start = leaf_of(hidden0[batch.anchors])
         hidden, rows = start, torch.arange(batch.anchors.shape[0])
         yield
@@ -73,7 +72,7 @@ class TrainingTimeTest(DraftObjective[Eagle3Draft]):
         for d in range(self.passes):
             # What has no label from here on needs no pass from here on.
             alive = rows[batch.valid[rows, d:].any(1)]
-            if alive.numel() == 0:
+            if alive.numel() == 0 and batch.split is None:
                 break
             with torch.enable_grad():
                 branch = [(_picked(k, s.rows, alive), _picked(v, s.rows, alive)) for s in segments[1:] for k, v in [s.leaves()]]
@@ -91,20 +90,20 @@ class TrainingTimeTest(DraftObjective[Eagle3Draft]):
         scattered = torch.zeros_like(hidden0)
         if start.grad is not None:
             scattered[batch.anchors] = start.grad
-        backward([(hidden0, scattered), (keys, trunk[0].grad), (values, trunk[1].grad)])
+        backward([(hidden0, scattered), *trunk.segments()])
         # Counted at the end only: an iterator that is closed early leaves no loss behind.
         self._loss += loss
         yield
 
     @torch.no_grad()
     def measure(self, batch: PackedBatch) -> Acceptance:
-        hidden0, keys, values = self._trunk(batch)
+        hidden0, trunk = self._trunk(batch)
         hidden, rows = hidden0[batch.anchors], torch.arange(batch.anchors.shape[0])
         accepted = torch.ones(batch.anchors.shape[0], dtype=torch.float64)
         branch: list[tuple[torch.Tensor, torch.Tensor]] = []
         hits = torch.zeros(self.passes, dtype=torch.int64)
         for d in range(self.passes):
-            hidden, own = self._layer(batch, d, rows, hidden, (keys, values), branch)
+            hidden, own = self._layer(batch, d, rows, hidden, trunk, branch)
             if own is not None:
                 branch.append(own)
             proposed = self._kept[self.model.logits(hidden).argmax(-1)]
@@ -116,12 +115,11 @@ class TrainingTimeTest(DraftObjective[Eagle3Draft]):
             hits[d] = rows.shape[0]
         return self._acceptance(batch, accepted, hits)
 
-    def _trunk(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _trunk(self, batch: PackedBatch) -> tuple[torch.Tensor, DraftTrunk]:
         # Taps may belong to a policy in training: the draft's loss must not reach it.
         hidden0 = self.model.combine(batch.taps.detach())
         x = self.model.layer_input(self._embed(batch.future_ids[:, 0]), hidden0)
-        keys, values = self.model.keys_values(x, batch.positions)
-        return hidden0, keys, values
+        return hidden0, batch.trunk(*self.model.keys_values(x, batch.positions))
 
     def _layer(
         self,
@@ -129,7 +127,7 @@ class TrainingTimeTest(DraftObjective[Eagle3Draft]):
         d: int,
         rows: torch.Tensor,
         hidden: torch.Tensor,
-        trunk: tuple[torch.Tensor, torch.Tensor],
+        trunk: DraftTrunk,
         branch: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
         """The decoder layer in pass ``d`` (0-based) for the anchors `rows`, and its own keys and values (None in pass 0)."""
@@ -138,11 +136,11 @@ class TrainingTimeTest(DraftObjective[Eagle3Draft]):
         positions = batch.positions[anchors] + d
         own = self.model.keys_values(x, positions) if d else None
         pairs = [*branch, own] if own else []
-        empty = trunk[0].new_empty(hidden.shape[0], 0, *trunk[0].shape[1:])
+        empty = hidden.new_empty(hidden.shape[0], 0, self.model.kv_heads, self.model.head_dim)
         k_branch = torch.stack([k for k, _ in pairs], 1) if pairs else empty
         v_branch = torch.stack([v for _, v in pairs], 1) if pairs else empty
         q = self.model.queries(x, positions)
-        attended, _ = branch_attention(q, *trunk, k_branch, v_branch, batch.cu_seqlens, anchors=anchors)
+        attended, _ = trunk.branch_attention(q, k_branch, v_branch, anchors=anchors)
         return self.model.finish_layer(hidden, attended), own
 
     def _head(self, hidden: torch.Tensor, teacher: torch.Tensor, row: torch.Tensor, valid: torch.Tensor, scale: float) -> float:
