@@ -21,6 +21,7 @@ from trainer_bridge.draft.interface import Acceptance, DraftType, FrozenTarget, 
 from trainer_bridge.draft.packing import AnchorSampling, microbatches, pack
 from trainer_bridge.errors import SampleError
 from trainer_bridge.taps import TapSample
+from vllm_specdraft.anchor_budget import AnchorBudget
 from vllm_specdraft.config import EngineConfig
 from vllm_specdraft.gate import MIN_SAMPLES, Gate, Patience, Verdict
 from vllm_specdraft.learner_state import LearnerState, identity_of
@@ -31,29 +32,6 @@ MAX_ROWS = 1024
 """Rows per packed microbatch: bounds the trunk's piece."""
 FIRST_SAMPLES = 8
 """Samples that a new draft is shown before its first step."""
-
-
-class AnchorBudget:
-    """How many anchors a microbatch may hold so that its slowest piece stays inside the slice.
-
-    Starts small and grows: a first guess that is too large would make a request wait.
-    """
-
-    def __init__(self, slice_ms: float, *, start: int = 32, low: int = 8, high: int = 512) -> None:
-        self._slice_ms, self._low, self._high = slice_ms, low, high
-        self.anchors = start
-
-    def measured(self, slowest_ms: float, anchors: int) -> None:
-        """Record the slowest piece of a microbatch of `anchors` anchors, in ms."""
-        wanted_ms = 0.7 * self._slice_ms
-        # The trunk costs the same for few anchors: a small last microbatch that fits says nothing about a full one.
-        if slowest_ms <= wanted_ms and anchors < 0.7 * self.anchors:
-            return
-        fitting = anchors * wanted_ms / max(slowest_ms, 1e-3)
-        if fitting < self.anchors:
-            self.anchors = max(self._low, int(fitting))
-        else:
-            self.anchors = min(self._high, int(min(fitting, 1.25 * self.anchors + 1)))
 
 
 @dataclass(frozen=True, kw_only=True)

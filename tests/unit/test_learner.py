@@ -21,9 +21,10 @@ from trainer_bridge.draft.interface import FrozenTarget
 from trainer_bridge.draft.packing import PackedBatch, pack
 from trainer_bridge.taps import TapSample
 from vllm_specdraft import learner as learner_module
+from vllm_specdraft.anchor_budget import AnchorBudget
 from vllm_specdraft.config import EngineConfig
 from vllm_specdraft.gate import Gate
-from vllm_specdraft.learner import AnchorBudget, Learner
+from vllm_specdraft.learner import Learner
 from vllm_specdraft.learner_state import LearnerState
 from vllm_specdraft.replay import Replay
 
