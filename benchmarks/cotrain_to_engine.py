@@ -34,7 +34,7 @@ from vllm_specdraft.demo.prompts import Prompt, PromptSource
 from vllm_specdraft.demo.record import RunRecord
 from vllm_specdraft.demo.rhythm import RhythmConfig
 from vllm_specdraft.demo.run import EXIT_FAILED, guarded, one_line, settings
-from vllm_specdraft.demo.session import Session, identities
+from vllm_specdraft.demo.session import Session, SessionError, identities
 
 SEED = 40_000
 """Of the first rollout; the others count on."""
@@ -131,6 +131,8 @@ class CotrainBenchmark:
         )  # fmt: skip
 
         def on_step(step: Stepped) -> None:
+            if not self._servers.live.alive:
+                raise SessionError(f"the server ended while its policy was trained (log: {session.server_log})")
             session.record.event("step", **vars(step))
             session.console.line(
                 f"step {step.step:3} of {step.of}: draft loss {step.draft_loss:6.3f}, policy loss {step.loss:+.5f}, answers "

@@ -23,6 +23,7 @@ SCHEDULE_TASKS: dict[str, tuple[str, Any]] = {
     "megatron-core 1F1B, PP 2": ("megatron", {"pipeline": 2}),
     "megatron-core 1F1B, PP 2, recomputation": ("megatron", {"pipeline": 2, "recompute": True}),
     "megatron-core 1F1B, PP 2, untied embedding": ("megatron", {"pipeline": 2, "tied": False}),
+    "megatron-core 1F1B, PP 2, uneven stages": ("megatron", {"pipeline": 2, "uneven": True}),
     "megatron-core 1F1B, PP 4": ("megatron", {"pipeline": 4}),
     "megatron-core interleaved, PP 2 x 2": ("megatron", {"pipeline": 2, "virtual": 2}),
     "megatron-core, no pipeline": ("megatron", {"pipeline": 1}),

@@ -46,9 +46,11 @@ class _TapsOnly:
 
 def _runner(kind: str | None, *, defer: int | None = None, taps_only: bool = False) -> Runner:
     batches = microbatches(SHAPE, MICROBATCHES, LENGTHS)
-    options = CoTrainOptions(passes=PASSES, defer=defer, vocabulary_every_steps=0)
+    options = CoTrainOptions(passes=PASSES, vocabulary_every_steps=0)
     layout = Layout(pipeline=2, microbatches=MICROBATCHES)
-    return Runner(layout, SHAPE, batches, kind=kind, side=(lambda groups: _TapsOnly()) if taps_only else None, options=options)
+    return Runner(
+        layout, SHAPE, batches, kind=kind, side=(lambda groups: _TapsOnly()) if taps_only else None, options=options, defer=defer
+    )
 
 
 def _seconds(runner: Runner) -> tuple[float, float]:

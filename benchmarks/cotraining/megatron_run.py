@@ -65,11 +65,16 @@ def step(
     defer: int | None = None,
     recompute: bool = False,
     tied: bool = True,
+    uneven: bool = False,
     draft_dtype: torch.dtype = torch.float64,
 ) -> dict[str, Any]:
     """Gradients of this rank's share of the policy, and the draft's loss and gradients where it is. Every rank calls it."""
     shape = Shape(**{**vars(SHAPE), "tied": tied})
-    fields = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} if recompute else {}
+    fields: dict[str, Any] = (
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} if recompute else {}
+    )
+    if uneven:
+        fields["num_layers_in_first_pipeline_stage"] = shape.layers // pipeline + 1
     with parallel(tensor=tensor, pipeline=pipeline, virtual=virtual):
         chunks = build_chunks(shape, tensor=tensor, pipeline=pipeline, virtual=virtual, dtype=torch.float64, **fields)
         load_megatron(chunks, checkpoint(shape))

@@ -96,6 +96,7 @@ class Runner:
         side: Callable[[DraftGroups], DraftSide] | None = None,
         tap_layers: Sequence[int] = (2, 4, 6),
         options: CoTrainOptions | None = None,
+        defer: int | None = None,
         carrier: Any = "shm",
     ) -> None:
         """`kind`: the draft's type; `side`: makes what receives the taps in its place."""
@@ -117,7 +118,7 @@ class Runner:
         self.co: CoTraining | None = None
         self.draft: DraftCoTrainer | None = None
         if kind is not None or side is not None:
-            self._beside(parts, shape, kind, side, tap_layers, options, carrier)
+            self._beside(parts, shape, kind, side, tap_layers, options, defer, carrier)
 
     def _beside(
         self,
@@ -127,6 +128,7 @@ class Runner:
         side: Callable[[DraftGroups], DraftSide] | None,
         tap_layers: Sequence[int],
         options: CoTrainOptions,
+        defer: int | None,
         carrier: Any,
     ) -> None:
         """Put co-training around the schedule."""
@@ -151,7 +153,7 @@ class Runner:
             self.draft.steps = 1
         rows = max(self._place.positions(index).shape[0] for index in range(len(self.batches)))
         self.co = CoTraining(
-            view, tap_layers=tap_layers, schedule=schedule_of(self._schedule), draft=receiver, defer=options.defer, max_rows=rows,
+            view, tap_layers=tap_layers, schedule=schedule_of(self._schedule), draft=receiver, defer=defer, max_rows=rows,
             carrier=carrier, timeout_s=60.0,
         )  # fmt: skip
 

@@ -26,7 +26,7 @@ from trainer_bridge.draft.interface import FrozenTarget
 from trainer_bridge.taps.schedules import one_f_one_b
 
 LAYERS, HIDDEN, VOCAB, TAP_LAYERS, LENGTH = 6, 16, 29, (1, 3, 5), 11
-OPTIONS = CoTrainOptions(passes=PASSES, max_gradient_norm=1e9, vocabulary_every_steps=0, anchor_share=1.0, defer=None)
+OPTIONS = CoTrainOptions(passes=PASSES, max_gradient_norm=1e9, vocabulary_every_steps=0, anchor_share=1.0)
 
 
 def model(*, tied: bool) -> LlamaForCausalLM:

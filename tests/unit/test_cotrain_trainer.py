@@ -420,12 +420,10 @@ def test_the_learning_rate_warms_up_and_a_new_one_counts_after_a_restart() -> No
         ({"learning_rate": 0.0}, "learning_rate is 0.0, must be above 0"),
         ({"learning_rate": math.nan}, "learning_rate is nan"),
         ({"max_gradient_norm": -1.0}, "max_gradient_norm is -1.0, must be above 0"),
-        ({"timeout_s": 0}, "timeout_s is 0, must be above 0"),
         ({"anchor_share": 0.0}, "anchor_share is 0.0, must lie above 0 and be at most 1"),
         ({"anchor_share": 1.5}, "anchor_share is 1.5"),
         ({"deep_anchor_share": 0}, "deep_anchor_share is 0, must lie above 0"),
         ({"passes": 0}, "passes is 0, must be 1 or more"),
-        ({"defer": -1}, "defer is -1, must be 0 or more"),
         ({"warmup_steps": -1}, "warmup_steps is -1, must be 0 or more"),
         ({"vocabulary_every_steps": -1}, "vocabulary_every_steps is -1, must be 0 or more"),
     ],
@@ -436,6 +434,6 @@ def test_options_that_cannot_be_are_named(options: dict[str, Any], message: str)
 
 
 def test_options_that_can_be_are_taken() -> None:
-    options = CoTrainOptions(passes=1, anchor_share=1, deep_anchor_share=1e-3, defer=0, warmup_steps=0, vocabulary_every_steps=0)
-    assert options.defer == 0 and CoTrainOptions().anchor_share is None
+    options = CoTrainOptions(passes=1, anchor_share=1, deep_anchor_share=1e-3, warmup_steps=0, vocabulary_every_steps=0)
+    assert options.deep_anchor_share == 1e-3 and CoTrainOptions().anchor_share is None
     assert DraftCoTrainer(by_name("dflash"), draft_of("dflash")).passes == by_name("dflash").default_tokens

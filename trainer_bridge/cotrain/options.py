@@ -25,22 +25,17 @@ class CoTrainOptions:
     """Share of their anchors that is trained, drawn anew each step; None: as the draft's type learns best."""
     deep_anchor_share: float = 1.0
     """Share of those that is trained beyond the first pass."""
-    defer: int | None = None
-    """Forwards of the last chunk between a microbatch's own and the draft's work on it. None: all of it when the schedule is over,
-    while earlier stages still finish theirs; 0: at once."""
     vocabulary_every_steps: int = 50
     """Steps between two adaptations of the draft's vocabulary to what the policy generates; 0: never."""
-    timeout_s: float = 120.0
-    """Longest wait for taps, or for room for taps."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "max_gradient_norm", "timeout_s"):
+        for name in ("learning_rate", "max_gradient_norm"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, must be above 0")
         for name in ("anchor_share", "deep_anchor_share"):
             if (share := getattr(self, name)) is not None and not 0 < share <= 1:
                 raise ConfigError(f"{name} is {share}, must lie above 0 and be at most 1")
-        for name in ("passes", "defer", "warmup_steps", "vocabulary_every_steps"):
+        for name in ("passes", "warmup_steps", "vocabulary_every_steps"):
             if (count := getattr(self, name)) is not None and count < (name == "passes"):
                 raise ConfigError(f"{name} is {count}, must be {int(name == 'passes')} or more")

@@ -89,7 +89,8 @@ class CoTraining:
             schedule: the order in which the trainer runs its chunks, with its number of microbatches.
             max_rows: rows of the longest microbatch on one context-parallel rank.
             draft: on the ranks of the last chunk: a `DraftCoTrainer`, or a `SampleCollector` that makes samples for engines.
-            defer: see `CoTrainOptions.defer`; the same on all ranks.
+            defer: forwards of the last chunk between a microbatch's own and the draft's work on it; the same on all ranks. None:
+                all of it when the schedule is over, while earlier stages still finish theirs; 0: at once.
             carrier: ``shm`` where all stages are on one host.
             timeout_s: longest wait for taps, or for room for them.
 
@@ -97,6 +98,8 @@ class CoTraining:
             ConfigError: on all ranks, when they do not agree, or the plan does not fit the model.
         """
         self.view, self._draft, self._defer = view, draft, defer
+        if defer is not None and defer < 0:
+            raise ConfigError(f"defer is {defer}, must be 0 or more, or None")
         self._agree(next((gap for gap in map(_gap_of, view.chunks) if gap), None))
         self.plan = resolve(
             {chunk.chunk: _layers_of(chunk) for chunk in view.chunks}, tap_layers, schedule, pipeline=view.pipeline, defer=defer
