@@ -9,7 +9,6 @@ from torch import nn
 
 from tests.builders import HIDDEN, TAP_LAYERS, VOCAB, dflash_draft, draft, generator
 from trainer_bridge.cotrain.microbatch import Microbatch
-from trainer_bridge.draft.registry import by_name
 
 PASSES = 3
 LENGTHS = ((9, 1, 14), (5,), (2, 3, 17, 4))
@@ -45,6 +44,3 @@ def draft_of(kind: str, *, dtype: torch.dtype = torch.float64) -> nn.Module:
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Copies, by name."""
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-__all__ = ["LENGTHS", "PASSES", "Made", "by_name", "draft_of", "gradients", "made"]

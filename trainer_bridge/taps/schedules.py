@@ -10,8 +10,6 @@ the draft's work on microbatch 0 (B0 does), so two microbatches of its taps are 
 
     rank 0   F0 F1 B0 F2 B1 B2
     rank 1   F0 D0 B0 F1 D1 B1 F2 D2 B2          (D: the draft's work, with the last chunk's forward)
-
-Imports no torch.
 """
 
 from __future__ import annotations
