@@ -326,7 +326,7 @@ def test_the_loop_of_the_readme_trains_what_the_server_serves(server: Server, ta
     """As it is written there; only the questions mean nothing to this model."""
     (targets[0] / "chat_template.jinja").write_text("{% for message in messages %}{{ message['content'] }} {% endfor %}")
     readme = Path(__file__).parents[2].joinpath("README.md").read_text()
-    (loop,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.S) if "bridge.update(" in block]
+    (loop,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.S) if "hf_weights" in block]
     assert len(loop.splitlines()) <= 40
     before = engines.status(server.url)["policy_version"]
     environment = {**os.environ, "SPECDRAFT_URL": server.url}
