@@ -19,6 +19,7 @@ from trainer_bridge.errors import BridgeError
 from vllm_specdraft import learner_state, report, status
 from vllm_specdraft.config import EngineConfig
 from vllm_specdraft.gate import MIN_SAMPLES, Probation, probation
+from vllm_specdraft.governor.proposer import GovernedProposer
 from vllm_specdraft.heap import Heap
 from vllm_specdraft.idle import IdleMonitor, IdleState
 from vllm_specdraft.learner import Learner
@@ -77,6 +78,9 @@ class WorkerAgent:
         version = int(self._model_config.get(learner_state.VERSION_KEY, 0))
         self.slots = DraftSlots(state, version=version, rollbacks=saved.rollbacks if saved else 0)
         self.swapper = DraftSwap(runner)
+        self.gaps = GovernedProposer(runner, gap_bytes=config.gap_bytes).gaps if config.governor else None
+        self.governor: dict[str, Any] | None = None
+        """What the governor reported last."""
         self._heap = Heap()
         updates = PolicyUpdates(runner, ranks, self.swapper, self._heap, keep_previous=config.keep_previous)
         self.policy = PolicyLead(self, runner, ranks, updates)
@@ -110,6 +114,7 @@ class WorkerAgent:
             step_began=self._on_step_began,
             step_ended=self._on_step_ended,
             failed=self._on_tap_failed,
+            governed=self._on_governed,
         )
         self.write_status(force=True)
 
@@ -153,7 +158,15 @@ class WorkerAgent:
             self.learning_stopped = self.last_error = f"learning stopped: {type(error).__name__}: {error}"
 
     def _may_learn(self) -> bool:
-        return self.config.learn and self.learning_stopped is None and self.learner.can_learn()
+        return self.config.learn and self.waiting_for() is None
+
+    def waiting_for(self) -> str | None:
+        """Why the draft does not learn now, in words; None when it may."""
+        if self.learning_stopped is not None:
+            return self.learning_stopped
+        if self.governor is not None and not self.governor["learning_pays"]:
+            return "smaller batches: at those seen even a perfect draft would be slower than none"
+        return self.learner.waiting_for()
 
     # -- inside messages -------------------------------------------------------------------------------------------------
 
@@ -167,6 +180,14 @@ class WorkerAgent:
         self.engine_steps += 1
         self.engine_step_seconds += time.perf_counter() - self._step_began
         self.write_status()
+
+    def _on_governed(self, found: dict[str, Any]) -> None:
+        if found["acceptance_collapsed"] and not (self.governor and self.governor["acceptance_collapsed"]):
+            logger.warning(
+                "accepted length collapsed: of draft tokens %s stand, by position; speculation goes on only where it still pays",
+                found["accepted_rates"],
+            )
+        self.governor = found
 
     def _on_tap_failed(self, error: Exception) -> None:
         logger.error("tapping stopped", exc_info=error)

@@ -33,6 +33,12 @@ class EngineConfig:
     """Directory for the status file; one per server."""
     num_speculative_tokens: int = 3
     """Draft tokens per target step (k); also the number of training passes."""
+    governor: bool = True
+    """Choose the number of draft tokens per step by measurement, 0 included; False: as many as vLLM's own schedule says."""
+    speculate_up_to: int = 0
+    """Largest batch that the governor drafts for; 0: no limit."""
+    gap_bytes: int = 256 << 20
+    """Bound of the hidden states kept for a draft that was left out of steps, in bytes."""
     learn: bool = True
     """Train the draft in idle windows. False: taps and replay only."""
     auto_publish: bool = True
@@ -106,9 +112,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         positive = ("num_speculative_tokens", "slice_ms", "replay_bytes", "batch_samples", "evaluate_every_steps",
                     "evaluate_samples", "min_samples", "learning_rate", "max_gradient_norm", "checkpoint_interval_s",
-                    "teacher_versions", "build_ms")  # fmt: skip
+                    "teacher_versions", "build_ms", "gap_bytes")  # fmt: skip
         not_negative = ("cool_ms", "warmup_steps", "weight_decay", "policy_version", "min_policy_version", "rollback_margin",
-                        "patience_evaluations")  # fmt: skip
+                        "patience_evaluations", "speculate_up_to")  # fmt: skip
         # Written so that a NaN is refused as well.
         for name in positive:
             if (value := getattr(self, name)) is not None and not value > 0:

@@ -144,6 +144,16 @@ async def post_taps(raw: Request) -> JSONResponse:
     return await _answer(_link(raw).control({"action": "taps_on" if enabled else "taps_off"}))
 
 
+@router.post("/speculate")
+async def post_speculate(raw: Request) -> JSONResponse:
+    """``{"tokens": N}``: draft N tokens in every step, 0 for none; ``{"tokens": null}``: let the governor decide again."""
+    body = await _body(raw)
+    tokens = body.get("tokens")
+    if body.keys() != {"tokens"} or not (tokens is None or (isinstance(tokens, int) and not isinstance(tokens, bool))):
+        return _refused('needs {"tokens": N}, or {"tokens": null} to let the governor decide')
+    return await _answer(_link(raw).govern(body))
+
+
 @router.post("/publish")
 async def post_publish(raw: Request) -> JSONResponse:
     """``{}``: the learner's draft as it is now; ``{"draft": DIR}``: a checkpoint of the server's host."""

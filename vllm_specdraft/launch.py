@@ -36,11 +36,12 @@ class Server:
         log_path: Path,
         extra: Sequence[str] = (),
         plain: bool = False,
+        governor: bool = False,
         state_dir: Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`extra`: options of ``specdraft serve`` or vLLM; `plain`: the stock engine under the same settings;
-        `environment`: variables to add."""
+        """`extra`: options of ``specdraft serve`` or vLLM; `plain`: the stock engine under the same settings; `governor`: draft
+        where it pays only; in every step otherwise, which shows what a draft is worth; `environment`: variables to add."""
         self._environment = {**os.environ, **(environment or {})}
         self.log_path = log_path
         self._port = free_port()
@@ -52,7 +53,9 @@ class Server:
         ]  # fmt: skip
         if plain:
             self.command.append("--plain")
-        elif draft is not None:
+        elif not governor:
+            self.command.append("--no-governor")
+        if draft is not None and not plain:
             self.command += ["--draft", str(draft)]
         if state_dir is not None:
             self.command += ["--state-dir", str(state_dir)]

@@ -48,6 +48,10 @@ class Link:
         """Run one action on the workers; the first worker's status."""
         return await self._utility("specdraft_control", request)
 
+    async def govern(self, request: dict[str, Any]) -> dict[str, Any]:
+        """``{"tokens": N | None}`` for the governor; its report."""
+        return await self._utility("specdraft_govern", request)
+
     async def sample(self, message: dict[str, Any]) -> dict[str, Any]:
         """Put a trainer's sample into the replay: ``{"taken": bool, "reason": str}``."""
         return await self._utility("specdraft_sync", {"op": "sample", "header": message["header"], "payload": message["payload"]})

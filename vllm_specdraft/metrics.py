@@ -68,6 +68,11 @@ GAUGES: tuple[tuple[str, str, _Read], ...] = (
         "Accepted length of the draft before the served one, in tokens per target step, on traffic.",
         _at("measured", "before", "length"),
     ),
+    (
+        "specdraft_acceptance_collapsed",
+        "1 while far fewer draft tokens are accepted than usual, else 0.",
+        _at("governor", "acceptance_collapsed"),
+    ),
     ("specdraft_idle_open", "1 while the draft may learn, else 0.", lambda s: float(s["idle_state"] == "OPEN")),
     ("specdraft_taps_enabled", "1 while requests that start are tapped, else 0.", _at("taps_enabled")),
     ("specdraft_learning_enabled", "1 when this server trains its draft, else 0.", _at("learning", "enabled")),
@@ -137,6 +142,19 @@ COUNTERS: tuple[tuple[str, str, _Read], ...] = (
     ("specdraft_vocabulary_changes", "Draft tokens given to other target tokens.", _at("learning", "vocabulary_changes")),
     ("specdraft_samples_added", "Samples that the replay took.", _at("replay", "added")),
     ("specdraft_filled_rows", "Prompt rows filled from an earlier request with the same prefix.", _at("replay", "filled_rows")),
+    ("specdraft_speculation_trials", "Trials of another number of draft tokens.", _at("governor", "trials")),
+    ("specdraft_speculation_switches", "Changes of the number of draft tokens.", _at("governor", "switches")),
+    (
+        "specdraft_steps_without_draft",
+        "Engine steps that the draft was left out of.",
+        _at("governor", "gaps", "steps_without_draft"),
+    ),
+    (
+        "specdraft_draft_gap_rows_filled",
+        "Rows of the draft's KV cache made up for after steps without it.",
+        _at("governor", "gaps", "filled_rows"),
+    ),
+    ("specdraft_draft_gap_seconds", "Time that took, in seconds.", _at("governor", "gaps", "fill_s")),
     ("specdraft_rollbacks", "Published drafts that were taken back.", _at("rollbacks")),
 )
 
@@ -190,9 +208,33 @@ def _labelled(found: dict[str, Any]) -> Iterator[Metric]:
         for position, count in enumerate(positions):
             accepted.add_metric([str(position)], count)
         yield accepted
+    yield from _governed((found.get("governor") or {}).get("batches", {}))
     digests: dict[str, str] = {key: str(found[key]) for key in ("draft_type", "draft_digest", "target_digest") if key in found}
     if digests:
         yield InfoMetricFamily("specdraft_served", "Type and digests of what is served.", value=digests)
+
+
+def _governed(batches: dict[str, Any]) -> Iterator[Metric]:
+    """What was decided per batch size, and the numbers that were compared."""
+    if not batches:
+        return
+    chosen = GaugeMetricFamily(
+        "specdraft_speculation_chosen",
+        "1 for what was chosen for a batch size: a number of draft tokens per step, or drafts from the text (ngram).",
+        labels=["batch", "tokens"],
+    )
+    cost = GaugeMetricFamily(
+        "specdraft_relative_time_per_token",
+        "Time per token with so many draft tokens over that without, as measured.",
+        labels=["batch", "tokens"],
+    )
+    for batch, found in batches.items():
+        chosen.add_metric([batch, found["chosen"]], 1)
+        for tokens, one in found["compared"].items():
+            if one["known"]:
+                cost.add_metric([batch, tokens], one["time_per_token"])
+    yield chosen
+    yield cost
 
 
 def register(state_dir: Path, sync: Callable[[], Mapping[str, int]] | None = None) -> None:

@@ -26,6 +26,7 @@ def install() -> None:
     """Install all patches in this process."""
     worker_learns_between_messages()
     engine_core_swaps_at_a_boundary()
+    steps_without_drafts_fetch_none()
     seeded_requests_survive_chunked_prefill()
     sampling_parameters_reach_verified_tokens()
     steps_without_drafts_take_top_k()
@@ -102,6 +103,7 @@ def engine_core_swaps_at_a_boundary() -> None:
         record = self.model_executor.collective_rpc("specdraft_swap", args=(request,), unique_reply_rank=0)
         # What the next step gives comes from this pair.
         self.set_weight_version(version_label(record["policy_version"], record["draft_version"]))
+        _tell_the_governor(self.scheduler)
         record["prefix_blocks_dropped"] = drop_prefix_cache(self.scheduler, f"draft-{record['draft_version']}")
         return record
 
@@ -114,6 +116,7 @@ def engine_core_swaps_at_a_boundary() -> None:
         record = self.model_executor.collective_rpc("specdraft_commit", args=(request,), unique_reply_rank=0)
         label = version_label(record["policy_version"], record["draft_version"])
         self.set_weight_version(label)
+        _tell_the_governor(self.scheduler)
         record["prefix_blocks_dropped"] = drop_prefix_cache(self.scheduler, label)
         return record
 
@@ -123,10 +126,47 @@ def engine_core_swaps_at_a_boundary() -> None:
     def specdraft_control(self: Any, request: dict[str, Any]) -> dict[str, Any]:
         return self.model_executor.collective_rpc("specdraft_control", args=(request,), unique_reply_rank=0)
 
+    def specdraft_govern(self: Any, request: dict[str, Any]) -> dict[str, Any]:
+        governor = getattr(self.scheduler, "specdraft_governor", None)
+        if governor is None:
+            raise RuntimeError("there is no governor: the server was started with --no-governor")
+        if "tokens" in request:
+            governor.fix(request["tokens"])
+        return governor.report()
+
+    EngineCore.specdraft_govern = specdraft_govern
     EngineCore.specdraft_swap = specdraft_swap
     EngineCore.specdraft_commit = specdraft_commit
     EngineCore.specdraft_sync = specdraft_sync
     EngineCore.specdraft_control = specdraft_control
+
+
+def _tell_the_governor(scheduler: Any) -> None:
+    """What was accepted of the old pair says little of the new one."""
+    if (tell := getattr(scheduler, "specdraft_weights_changed", None)) is not None:
+        tell()
+
+
+def steps_without_drafts_fetch_none() -> None:
+    """Save the round trip to the workers for the drafts of a step that made none.
+
+    Why: a step without drafts has to cost what it costs an engine that never drafts; vLLM asks all the same.
+    Remove when: vLLM's engine core does not ask after ``num_spec_tokens_to_schedule == 0``.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    original = EngineCore.post_step
+    if getattr(original, _MARK, False):
+        return
+
+    @functools.wraps(original)
+    def post_step(self: Any, model_executed: bool) -> None:
+        drafted = getattr(self.scheduler, "specdraft_drafted", None)
+        if drafted is None or drafted():
+            original(self, model_executed)
+
+    setattr(post_step, _MARK, True)
+    EngineCore.post_step = post_step
 
 
 def seeded_requests_survive_chunked_prefill() -> None:
@@ -294,6 +334,7 @@ def weight_transfer_has_our_backend() -> None:
             found = self.specdraft_control({"action": "status"})
             label = version_label(found["policy_version"], found["draft_version"])
             self.set_weight_version(label)
+            _tell_the_governor(self.scheduler)
             drop_prefix_cache(self.scheduler, label)
         return results
 

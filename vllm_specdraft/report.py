@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from trainer_bridge.draft.interface import DraftType
 from vllm_specdraft.acceptance import MeasuredAcceptance
 from vllm_specdraft.config import EngineConfig
+from vllm_specdraft.governor.gaps import DraftGaps
 from vllm_specdraft.idle import IdleMonitor
 from vllm_specdraft.learner import Learner
 from vllm_specdraft.learner_state import Checkpointer
@@ -67,6 +69,11 @@ class Agent(Protocol):
     learning_stopped: str | None
     rollback_wanted: int | None
     draft_policy_version: int
+    governor: dict[str, Any] | None
+    gaps: DraftGaps | None
+
+    def waiting_for(self) -> str | None:
+        """Why the draft does not learn now."""
 
     @property
     def policy(self) -> Updates:
@@ -123,6 +130,7 @@ def _status(agent: Agent) -> dict[str, Any]:
         },
         "idle_state": agent.idle.state.value,
         "taps_enabled": agent.tap.collector.enabled,
+        "governor": _governor(agent),
         "learning": _learning(agent),
         "replay": _replay(agent),
         "publishes": agent.slots.records,
@@ -130,6 +138,13 @@ def _status(agent: Agent) -> dict[str, Any]:
         "rollback_wanted": agent.rollback_wanted,
         "last_error": agent.last_error,
     }
+
+
+def _governor(agent: Agent) -> dict[str, Any] | None:
+    """What the governor reported last, and what the draft was left out of; None where it does not govern."""
+    if agent.gaps is None:
+        return None
+    return {**(agent.governor or {}), "gaps": asdict(agent.gaps.counters)}
 
 
 def _measured(found: MeasuredAcceptance | None) -> dict[str, Any] | None:
@@ -166,7 +181,7 @@ def _learning(agent: Agent) -> dict[str, Any]:
         "held_out_candidate": verdict.candidate if verdict else None,
         "held_out_error": verdict.standard_error if verdict else None,
         "publish_min_gain": learner.gate.min_gain,
-        "waiting_for": agent.learning_stopped or learner.waiting_for(),
+        "waiting_for": agent.waiting_for(),
         "publish_waits_for": learner.publish_waits_for(),
         "candidate_ready": candidate is not None,
         "candidate_digest": candidate.digest if candidate else None,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from trainer_bridge.taps import TapSample
+from vllm_specdraft.governor import plan
 from vllm_specdraft.taps import EngineTap, FinishedRequest, StepRows
 
 T = TypeVar("T")
@@ -31,10 +32,13 @@ class RunnerTap:
         step_began: Callable[[], None],
         step_ended: Callable[[], None],
         failed: Callable[[Exception], None],
+        governed: Callable[[dict[str, Any]], None],
     ) -> None:
-        """`failed` is told when tapping raised; then nothing is tapped any more, and the engine runs on."""
+        """`failed` is told when tapping raised; then nothing is tapped any more, and the engine runs on. `governed` is told what
+        the governor reports, who sits in another process."""
         self._runner = runner
         self._step_began, self._step_ended, self._failed = step_began, step_ended, failed
+        self._governed = governed
         self._broken = False
         self.collector = EngineTap(
             tap_layers=tap_layers,
@@ -51,6 +55,8 @@ class RunnerTap:
     def _on_execute(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         for request_id in scheduler_output.finished_req_ids:
             self._guarded(self._finish, request_id)
+        if (report := getattr(scheduler_output, plan.REPORT, None)) is not None:
+            self._guarded(self._governed, report)
         if scheduler_output.total_num_scheduled_tokens:
             self._step_began()
         try:
@@ -101,6 +107,7 @@ class RunnerTap:
                     start=int(batch.num_computed_tokens_cpu[index]),
                     rows=slice(offset, offset + count),
                     num_drafts=len(drafts),
+                    of_draft=not getattr(scheduler_output, plan.VERIFIES_TEXT, False),
                     prompt_ids=self._runner.requests[request_id].prompt_token_ids or (),
                     refused=_refusal(self._runner.requests[request_id]),
                     sampled=(),

@@ -48,7 +48,9 @@ REFUSED = {
     "-asc": "one API server publishes the drafts",
 }
 """Options of vLLM that contradict the plugin, and why."""
+REFUSED_GOVERNED = {"--scheduler-cls": "the governor is in the scheduler: add --no-governor"}
 LARGEST_BATCH = 1 << 20
+SCHEDULER = "vllm_specdraft.governor.scheduler.GovernedScheduler"
 WORKER_EXTENSION = "vllm_specdraft.worker.SpecdraftWorker"
 KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 
@@ -78,7 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--speculate-up-to",
         type=int,
         metavar="N",
-        help="largest batch that is drafted for in full; twice as many get one token, more none (CPU default: 4; 0: no limit)",
+        help="largest batch that is drafted for (default: no limit); with --no-governor twice as many get one token, "
+        "more none (CPU default: 4; 0: no limit)",
+    )
+    parser.add_argument(
+        "--no-governor", action="store_true", help="draft --num-speculative-tokens in every step, whether it pays or not"
     )
     parser.add_argument("--no-learn", action="store_true", help="serve and tap, but do not train the draft")
     parser.add_argument("--no-auto-publish", action="store_true", help="train, but swap only when asked over HTTP")
@@ -130,7 +136,7 @@ def prepare(args: argparse.Namespace, extra: Sequence[str], *, own: Sequence[str
     """
     options = engine_options.read(extra)
     check_ranges(args)
-    for refused in (NAMED_ELSEWHERE, {} if args.plain else REFUSED):
+    for refused in (NAMED_ELSEWHERE, {} if args.plain else REFUSED, {} if args.plain or args.no_governor else REFUSED_GOVERNED):
         _refuse_contradictions(options, refused)
     engine_options.refuse_unknown(options, own)
     warning = security.refuse_open_bind(
@@ -263,24 +269,35 @@ def build(
     assert draft is not None
     from trainer_bridge.draft import registry
 
-    limit = args.speculate_up_to if args.speculate_up_to is not None else (4 if on_cpu else 0)
+    governed = not args.no_governor
+    limit = args.speculate_up_to if args.speculate_up_to is not None else (4 if on_cpu and not governed else 0)
     kind = registry.of_config(json.loads((draft / "config.json").read_text()))
     tokens = args.num_speculative_tokens or kind.default_tokens
-    speculative = _speculative_config(draft, kind.engine_method, tokens=tokens, limit=limit)
+    speculative = _speculative_config(draft, kind.engine_method, tokens=tokens, limit=limit, governed=governed)
     words += ["--speculative-config", json.dumps(speculative), "--worker-extension-cls", WORKER_EXTENSION]
+    if governed:
+        words += ["--scheduler-cls", SCHEDULER]
     # Last, and so outermost: it sees every request first.
     words += ["--middleware", security.GUARD]
-    environment |= _plugin_environment(args, draft, tokens, environ)
+    environment |= _plugin_environment(args, draft, environ, tokens=tokens, limit=limit)
     notes += [
         f"  {'draft':28} {draft} ({kind.name}, {tokens} tokens a step)",
-        f"  {'speculation':28} {f'batches up to {limit} in full, up to {2 * limit} one token' if limit else 'always'}",
+        f"  {'speculation':28} {_speculation(limit, governed=governed)}",
         f"  {'learning':28} {'off' if args.no_learn else f'in idle windows, slices of at most {args.slice_ms:g} ms'}",
         f"  {'access':28} {_access(options, environ)}",
     ]
     return Command(target=str(target), argv=_entry(words), environment=environment, notes=notes)
 
 
-def _plugin_environment(args: argparse.Namespace, draft: Path, tokens: int, environ: Mapping[str, str]) -> dict[str, str]:
+def _speculation(limit: int, *, governed: bool) -> str:
+    if governed:
+        return f"where it is measured to pay{f', batches up to {limit}' if limit else ''}"
+    return f"batches up to {limit} in full, up to {2 * limit} one token" if limit else "always"
+
+
+def _plugin_environment(
+    args: argparse.Namespace, draft: Path, environ: Mapping[str, str], *, tokens: int, limit: int
+) -> dict[str, str]:
     """What makes vLLM's processes load and configure the plugin."""
     state_dir = args.state_dir or new_state_dir()
     state_dir.mkdir(parents=True, exist_ok=True)
@@ -289,6 +306,8 @@ def _plugin_environment(args: argparse.Namespace, draft: Path, tokens: int, envi
         draft_dir=str(draft),
         state_dir=str(state_dir),
         num_speculative_tokens=tokens,
+        governor=not args.no_governor,
+        speculate_up_to=limit,
         learn=not args.no_learn,
         auto_publish=not args.no_auto_publish,
         slice_ms=args.slice_ms,
@@ -326,14 +345,17 @@ def _refuse_contradictions(options: EngineOptions, refused: Mapping[str, str]) -
         raise SettingsError(f"{name} does not go with specdraft ({refused[name]}); leave it out{plain}")
 
 
-def _speculative_config(draft: Path, method: str, *, tokens: int, limit: int) -> dict[str, object]:
+def _speculative_config(draft: Path, method: str, *, tokens: int, limit: int, governed: bool) -> dict[str, object]:
     """vLLM's speculative config for a draft checkpoint; `limit`: largest batch drafted for in full, 0 for all."""
     config: dict[str, object] = {
         "method": method,
         "model": str(draft),
         "num_speculative_tokens": tokens,
     }
-    if limit:
+    if governed:
+        # Any schedule: the governor takes its place.
+        config["num_speculative_tokens_per_batch_size"] = [[1, LARGEST_BATCH, tokens]]
+    elif limit:
         # Verifying k + 1 rows per request is nearly free while the weights' way through memory is the bound, and is paid in
         # full when arithmetic is: on a CPU from some tens of rows on.
         schedule = [[1, limit, tokens], [limit + 1, 2 * limit, 1], [2 * limit + 1, LARGEST_BATCH, 0]]

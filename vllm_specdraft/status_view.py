@@ -80,6 +80,7 @@ def lines_of(found: dict[str, Any]) -> list[str]:
         "policy": f"v{found['policy_version']}" + _previous(found),
         "draft": f"v{found['draft_version']} ({found['draft_type']}, {found['draft_digest'][:12]})" + _behind(found),
         "accepted length": "-" if length is None else f"{length:.2f} tokens per step",
+        "speculation": _speculation(found.get("governor")),
         "window": found["idle_state"] + (" (learning paused)" if learning["paused"] else ""),
         "learned": f"{learning['seconds']:.1f} s, {learning['tokens']} tokens, {learning['steps']} steps",
         "held out": f"served {_number(learning['held_out_served'])}, in training {_number(learning['held_out_candidate'])}",
@@ -102,6 +103,25 @@ def line_of(found: dict[str, Any]) -> str:
         f"held out {_number(learning['held_out_served'])} -> {_number(learning['held_out_candidate'])}  "
         f"error: {found['last_error'] or 'none'}"
     )
+
+
+def _speculation(governor: dict[str, Any] | None) -> str:
+    """What the governor decided, and the numbers it compared: time per token against steps without drafts."""
+    if governor is None:
+        return "in every step (no governor)"
+    if governor.get("fixed") is not None:
+        return f"{governor['fixed']} tokens, fixed by hand"
+    if not governor.get("batches"):
+        return "nothing measured yet"
+    alarm = "ACCEPTANCE COLLAPSED; " if governor["acceptance_collapsed"] else ""
+    return alarm + "; ".join(f"batch {batch}: {_decision(found)}" for batch, found in governor["batches"].items())
+
+
+def _decision(found: dict[str, Any]) -> str:
+    others = ", ".join(
+        f"{tokens}: {one['time_per_token']:.2f}" for tokens, one in found["compared"].items() if one["known"] and tokens != "0"
+    )
+    return ("off" if found["chosen"] == "0" else found["chosen"]) + (f" ({others})" if others else "")
 
 
 def _previous(found: dict[str, Any]) -> str:

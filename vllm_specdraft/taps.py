@@ -74,6 +74,8 @@ class StepRows:
     """Rows of the step's flat batch that belong to the request, drafts included."""
     num_drafts: int
     """Draft tokens among them, at the end."""
+    of_draft: bool = True
+    """Whether the draft proposed them: only then do they say something of it."""
     prompt_ids: Sequence[int]
     refused: str | None = None
     """Why the request cannot be tapped, as it is counted; None when it can."""
@@ -232,7 +234,7 @@ class EngineTap:
     def _count(self, part: StepRows) -> None:
         counters = self.counters
         counters.generated_tokens += len(part.sampled)
-        if not part.num_drafts or not part.sampled:
+        if not part.num_drafts or not part.sampled or not part.of_draft:
             return
         accepted = len(part.sampled) - 1
         counters.draft_steps += 1

@@ -13,6 +13,7 @@ import torch
 from vllm_specdraft import compat
 from vllm_specdraft.agent import WorkerAgent
 from vllm_specdraft.config import EngineConfig
+from vllm_specdraft.governor.proposer import GovernedProposer
 from vllm_specdraft.heap import Heap
 from vllm_specdraft.ranks import Ranks, frozen_target
 from vllm_specdraft.swap import DraftSwap
@@ -80,6 +81,8 @@ class FollowerAgent:
     def __init__(self, runner: Any, config: EngineConfig, ranks: Ranks) -> None:
         self._runner, self._ranks, self._swapper = runner, ranks, DraftSwap(runner)
         self._heap = Heap()
+        if config.governor:
+            GovernedProposer(runner, gap_bytes=config.gap_bytes)
         self._updates = PolicyUpdates(runner, ranks, self._swapper, self._heap, keep_previous=config.keep_previous)
 
     def wait_s(self) -> float:

@@ -35,6 +35,19 @@ STATUS: dict[str, Any] = {
         "draft_steps": 100, "drafted_tokens": 300, "accepted_tokens": 125, "generated_tokens": 229, "engine_steps": 91,
         "engine_step_seconds": 3.125,
     },
+    "governor": {
+        "batches": {
+            "2": {
+                "chosen": "3",
+                "compared": {"0": {"time_per_token": 1.0, "known": True}, "3": {"time_per_token": 0.875, "known": True}},
+            },
+            "16": {"chosen": "0", "compared": {"3": {"time_per_token": 1.5, "known": False}}},
+        },
+        "acceptance_collapsed": False,
+        "trials": 17,
+        "switches": 18,
+        "gaps": {"steps_without_draft": 19, "filled_rows": 20, "fill_s": 0.375},
+    },
     "learning": {
         "enabled": True,
         "paused": False,
@@ -103,6 +116,16 @@ EXPECTED = {
     "specdraft_samples_added_total": 55,
     "specdraft_filled_rows_total": 811,
     "specdraft_rollbacks_total": 8,
+    "specdraft_acceptance_collapsed": 0,
+    "specdraft_speculation_trials_total": 17,
+    "specdraft_speculation_switches_total": 18,
+    "specdraft_steps_without_draft_total": 19,
+    "specdraft_draft_gap_rows_filled_total": 20,
+    "specdraft_draft_gap_seconds_total": 0.375,
+    'specdraft_speculation_chosen{"batch": "2", "tokens": "3"}': 1,
+    'specdraft_speculation_chosen{"batch": "16", "tokens": "0"}': 1,
+    'specdraft_relative_time_per_token{"batch": "2", "tokens": "0"}': 1.0,
+    'specdraft_relative_time_per_token{"batch": "2", "tokens": "3"}': 0.875,
     'specdraft_samples_dropped_total{"reason": "hole"}': 3,
     'specdraft_samples_dropped_total{"reason": "evicted"}': 5,
     'specdraft_accepted_tokens_by_position_total{"position": "0"}': 80,
@@ -185,6 +208,7 @@ def test_a_status_without_the_newer_parts_is_no_failed_scrape(tmp_path: Path) ->
     assert missing == {
         "rollbacks", "taps_enabled", "measured_accepted_length_served", "measured_accepted_length_before",
         "slice_max_milliseconds", "checkpoint_timestamp_seconds", "evaluations", "filled_rows",
+        "draft_gap_rows_filled",
     }  # fmt: skip
     assert found == {name: EXPECTED[name] for name in found}
 

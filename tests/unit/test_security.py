@@ -18,6 +18,7 @@ from vllm_specdraft.config import SettingsError
 
 CHANGES = (
     "/specdraft/publish",
+    "/specdraft/speculate",
     "/pause",
     "/resume",
     "/update_weights",

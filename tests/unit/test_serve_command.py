@@ -118,7 +118,7 @@ def test_other_options_go_through_in_their_order(built: Any) -> None:
 
 def test_a_gpu_build_gets_no_cpu_settings(built: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "_on_cpu", lambda: False)
-    command = built()
+    command = built("--no-governor")
     assert set(command.environment) == {ENVIRONMENT, "VLLM_PLUGINS", "VLLM_USE_V2_MODEL_RUNNER"}
     assert not {"--dtype", "--enforce-eager"} & set(command.argv)
     assert "num_speculative_tokens_per_batch_size" not in values_of(command, "--speculative-config")[0]
@@ -133,7 +133,7 @@ def test_the_runner_that_is_tapped_is_chosen(built: Any) -> None:
 
 
 def test_the_speculative_config_names_method_draft_and_tokens(built: Any, draft_dir: Path) -> None:
-    command = built("--num-speculative-tokens", "5", "--speculate-up-to", "0")
+    command = built("--num-speculative-tokens", "5", "--speculate-up-to", "0", "--no-governor")
     (text,) = values_of(command, "--speculative-config")
     assert json.loads(text) == {"method": "eagle3", "model": str(draft_dir), "num_speculative_tokens": 5}
     assert values_of(command, "--worker-extension-cls") == [serve.WORKER_EXTENSION]
@@ -154,7 +154,7 @@ def test_the_draft_decides_method_and_number_of_tokens(built: Any, draft_dir: Pa
 @pytest.mark.parametrize("limit", [1, 4, 8, 100])
 def test_the_schedule_covers_every_batch_size_once(built: Any, limit: int) -> None:
     """In full up to the limit, one token up to twice as many, none above: without a gap or an overlap."""
-    command = built("--speculate-up-to", str(limit))
+    command = built("--speculate-up-to", str(limit), "--no-governor")
     schedule = json.loads(values_of(command, "--speculative-config")[0])["num_speculative_tokens_per_batch_size"]
     assert schedule[0][0] == 1
     assert schedule[-1][1] >= 1_000_000
@@ -169,7 +169,7 @@ def test_the_schedule_covers_every_batch_size_once(built: Any, limit: int) -> No
 
 
 def test_on_a_cpu_there_is_a_limit_by_default_and_the_note_names_it(built: Any) -> None:
-    command = built()
+    command = built("--no-governor")
     schedule = json.loads(values_of(command, "--speculative-config")[0])["num_speculative_tokens_per_batch_size"]
     limit = schedule[0][1]
     assert 1 <= limit <= 16
@@ -177,6 +177,22 @@ def test_on_a_cpu_there_is_a_limit_by_default_and_the_note_names_it(built: Any) 
     serve.add_arguments(parser)
     assert f"CPU default: {limit};" in " ".join(parser.format_help().split())
     assert any(f"batches up to {limit} in full" in note for note in command.notes)
+
+
+def test_the_governor_takes_the_place_of_a_schedule(built: Any) -> None:
+    """vLLM is told of a schedule, or it would ask nobody; which one does not matter."""
+    command = built("--num-speculative-tokens", "5", "--speculate-up-to", "7")
+    (text,) = values_of(command, "--speculative-config")
+    assert json.loads(text)["num_speculative_tokens_per_batch_size"] == [[1, serve.LARGEST_BATCH, 5]]
+    assert values_of(command, "--scheduler-cls") == [serve.SCHEDULER]
+    found = config_of(command)
+    assert found.governor and found.speculate_up_to == 7
+    assert any("where it is measured to pay, batches up to 7" in note for note in command.notes)
+
+
+def test_without_a_governor_the_scheduler_is_vllm_s(built: Any) -> None:
+    command = built("--no-governor")
+    assert not values_of(command, "--scheduler-cls") and not config_of(command).governor
 
 
 # The engine's config.

@@ -91,7 +91,7 @@ class CoTraining:
             draft: on the ranks of the last chunk: a `DraftCoTrainer`, or a `SampleCollector` that makes samples for engines.
             defer: forwards of the last chunk between a microbatch's own and the draft's work on it; the same on all ranks. None:
                 all of it when the schedule is over, while earlier stages still finish theirs; 0: at once.
-            carrier: ``shm`` where all stages are on one host.
+            carrier: ``shm`` where all stages are on one host, else ``group``; on GPUs ``p2p``, or ``cuda`` on one host.
             timeout_s: longest wait for taps, or for room for them.
 
         Raises:
@@ -115,6 +115,7 @@ class CoTraining:
             Slot(rows=max_rows, width=width, dtype=view.dtype),
             pipeline=view.pipeline,
             carrier=carrier,
+            device=_device_of(view.chunks),
             timeout_s=timeout_s,
         )
         misplaced = (self.channel.rank == self.plan.draft_rank) != (draft is not None)
@@ -238,7 +239,7 @@ class CoTraining:
             else:
                 reading = self.channel.get(chunk, self.steps, microbatch, rows)
                 readings.append(reading)
-                taps += [self._joined(part) for part in reading.parts]
+                taps += [self._joined(part.to(final.device)) for part in reading.parts]
         device = final.device
         # The draft's dtypes are its own, whatever the policy's forward runs under.
         with torch.autocast(device.type, enabled=False):
@@ -302,6 +303,11 @@ class _Stays:
 def _layers_of(chunk: ChunkView) -> range:
     """Layers of a chunk, which lie one behind the other."""
     return range(min(chunk.layers), max(chunk.layers) + 1) if chunk.layers else range(0)
+
+
+def _device_of(chunks: Sequence[ChunkView]) -> torch.device:
+    """Where the taps are made."""
+    return next((parameter.device for chunk in chunks for parameter in chunk.module.parameters()), torch.device("cpu"))
 
 
 def _gap_of(chunk: ChunkView) -> str | None:

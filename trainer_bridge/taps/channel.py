@@ -6,8 +6,9 @@ microbatch, so interleaved stages need nothing more. A tensor-parallel rank ship
 tensor-parallel rank of the draft's stage.
 
 Carriers. ``shm``: ranks of one host share one file; the writer's copy into the slot is the only one. ``group``: any process
-group, host to host (`trainer_bridge.taps.group_ring`). ``cuda``: as ``shm``, with the slots on the GPU of the draft's rank
-(`trainer_bridge.taps.device_slots`; never run).
+group, host to host (`trainer_bridge.taps.group_ring`). ``p2p``: a communicator per chunk between its rank and the draft's, with
+slots where the taps are: NCCL from GPU to GPU (never run), gloo otherwise. ``cuda``: as ``shm``, with the slots on the GPU of the
+draft's rank (`trainer_bridge.taps.device_slots`; never run).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import mmap
 import os
 import secrets
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -26,13 +28,13 @@ import torch.distributed as dist
 
 from trainer_bridge.errors import ConfigError, TapPeerError
 from trainer_bridge.taps import device_slots
-from trainer_bridge.taps.group_ring import GroupReader, GroupWriter
+from trainer_bridge.taps.group_ring import HOST, GroupReader, GroupWriter
 from trainer_bridge.taps.ring import Reading, Shape, TapRing, Writing, format_memory, memory_bytes
 from trainer_bridge.taps.tap_plan import Source, TapPlan
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "specdraft-taps-"
-Carrier = Literal["shm", "group", "cuda"]
+Carrier = Literal["shm", "group", "p2p", "cuda"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,7 @@ class TapChannel:
         *,
         pipeline: dist.ProcessGroup | None = None,
         carrier: Carrier = "shm",
+        device: torch.device = HOST,
         timeout_s: float = 120.0,
     ) -> None:
         """Every rank of the pipeline makes one, with the same arguments.
@@ -67,6 +70,7 @@ class TapChannel:
         Args:
             plan: of all ranks (`trainer_bridge.taps.tap_plan.resolve`).
             pipeline: a group of the pipeline's ranks that nobody else uses, in the order of its stages.
+            device: where the taps are made; ``p2p`` has its slots there.
             timeout_s: longest wait for taps, or for room for them.
 
         Raises:
@@ -78,9 +82,15 @@ class TapChannel:
         self.sources = plan.sources()
         self._writers: dict[int, TapRing | GroupWriter] = {}
         self._readers: dict[int, TapRing | GroupReader] = {}
+        self._pairs: list[Any] = []
         if self.sources and pipeline is not None:
             self._compare(pipeline)
-            (self._open_group if carrier == "group" else self._open_shared)(pipeline)
+            if carrier == "group":
+                self._open_group(pipeline)
+            elif carrier == "p2p":
+                self._open_pairs(pipeline, device)
+            else:
+                self._open_shared(pipeline)
 
     @property
     def nbytes(self) -> int:
@@ -102,10 +112,12 @@ class TapChannel:
         return chunk in self._writers
 
     def close(self) -> None:
-        """Wait until all that was put has left. What is there is still to be read; raises as `put` does."""
+        """Wait until all that was put has left: over ``p2p``, until it was taken. What is there is still to be read; raises as
+        `put` does."""
         for writer in self._writers.values():
             if isinstance(writer, GroupWriter):
                 writer.flush(timeout_s=self.timeout_s)
+        self._pairs.clear()
 
     def report(self) -> dict[str, dict[str, float]]:
         """Per chunk of this rank's ends: slots, bytes, most slots in use at once, seconds waited."""
@@ -170,7 +182,7 @@ class TapChannel:
         if memory is None or faults[1]:
             raise TapPeerError(
                 f"{int(faults[1])} of {dist.get_world_size(pipeline)} pipeline ranks do not see the draft's shared memory: ranks "
-                "on several hosts need carrier='group'"
+                "on several hosts need carrier='group' or 'p2p'"
             )
         held: dict[int, torch.Tensor] = {}
         if on_device:
@@ -186,16 +198,47 @@ class TapChannel:
 
     def _open_group(self, pipeline: dist.ProcessGroup) -> None:
         for source in self.sources:
-            bytes_of_slot = self.slot.nbytes(len(source.layers))
-            ends = (source.rank, self.plan.draft_rank)
-            if self.rank == source.rank:
-                self._writers[source.chunk] = GroupWriter(
-                    pipeline, to=ends[1], tag=source.chunk, slots=source.slots, slot_bytes=bytes_of_slot, name=_label(source)
-                )
-            elif self.rank == self.plan.draft_rank:
-                self._readers[source.chunk] = GroupReader(
-                    pipeline, of=ends[0], tag=source.chunk, slots=source.slots, slot_bytes=bytes_of_slot, name=_label(source)
-                )
+            self._open_ends(source, pipeline, peers=(source.rank, self.plan.draft_rank))
+
+    def _open_pairs(self, pipeline: dist.ProcessGroup, device: torch.device) -> None:
+        # Made by their two ranks alone: a group of torch's would have to be made by all ranks of the world.
+        token = torch.tensor([int.from_bytes(secrets.token_bytes(7), "big")])
+        dist.broadcast(token, group=pipeline, group_src=self.plan.draft_rank)
+        for source in self.sources:
+            if self.rank in (source.rank, self.plan.draft_rank):
+                pair = self._pair(f"{PREFIX}{int(token):x}/{source.chunk}", int(self.rank != source.rank), device)
+                self._pairs.append(pair)
+                self._open_ends(source, pair, peers=(0, 1), device=device, on_demand=True)
+
+    def _pair(self, name: str, rank: int, device: torch.device) -> Any:
+        """A communicator of two: the rank that writes is 0, the one that reads 1."""
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        # NCCL ends the process when a transfer takes longer than this: our own deadline comes first.
+        limit = timedelta(seconds=2 * self.timeout_s)
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            return dist.ProcessGroupNCCL(store, rank, 2, options)
+        return dist.ProcessGroupGloo(store, rank, 2, limit)
+
+    def _open_ends(
+        self,
+        source: Source,
+        group: Any,
+        *,
+        peers: tuple[int, int],
+        device: torch.device = HOST,
+        on_demand: bool = False,
+    ) -> None:
+        """This rank's end of a chunk; `peers`: ranks in `group` that write and read."""
+        common: dict[str, Any] = {
+            "tag": source.chunk, "slots": source.slots, "slot_bytes": self.slot.nbytes(len(source.layers)),
+            "name": _label(source), "device": device,
+        }  # fmt: skip
+        if self.rank == source.rank:
+            self._writers[source.chunk] = GroupWriter(group, to=peers[1], **common)
+        elif self.rank == self.plan.draft_rank:
+            self._readers[source.chunk] = GroupReader(group, of=peers[0], on_demand=on_demand, **common)
 
 
 def _label(source: Source) -> str:

@@ -1,9 +1,12 @@
-"""Slots over a process group: taps of one chunk on their way from host to host, with the same promises as shared memory.
+"""Slots over a process group: taps of one chunk on their way from rank to rank, with the same promises as shared memory.
 
-The writer sends out of slots of its own, the reader has posted a receive for each of its slots; the n-th message is the n-th put.
-The group is one that nobody else uses: transfers of the schedule must never come in between.
-A head travels with every message: what a reader asks for is compared with it. Host memory, over gloo: NCCL knows no tags, and its
-posted receives would hold a GPU's processors while they wait.
+The writer sends out of slots of its own, the reader receives into slots of its own; the n-th message is the n-th put. The group is
+one that nobody else uses: transfers of the schedule must never come in between. A head travels with every message: what a reader
+asks for is compared with it.
+
+A reader has a receive posted for each free slot, or, `on_demand`, posts one only when it is asked for taps that have not come:
+for NCCL, which knows no tags (each chunk has a communicator) and holds a GPU's processors for as long as a receive waits. What lies
+on a device has never run.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from trainer_bridge.errors import TapDeadlineError, TapOverrunError, TapPeerError
 from trainer_bridge.taps.ring import (
@@ -32,28 +34,53 @@ from trainer_bridge.taps.ring import (
     write_head,
 )
 
+HOST = torch.device("cpu")
 _HEAD_BYTES = 128
 """16 words, as in shared memory."""
+_NAP_S = 1e-4
 
 
 class _Slots:
-    """What both ends have."""
+    """What both ends have. `group`: a process group, or a backend alone (``ProcessGroupNCCL``)."""
 
-    def __init__(self, group: dist.ProcessGroup, peer: int, *, tag: int, slots: int, slot_bytes: int, name: str) -> None:
+    def __init__(
+        self,
+        group: Any,
+        peer: int,
+        *,
+        tag: int,
+        slots: int,
+        slot_bytes: int,
+        name: str,
+        device: torch.device = HOST,
+    ) -> None:
         self.name, self.slots, self.slot_bytes = name, slots, slot_bytes
         self.high_water, self.waited_s = 0, 0.0
-        self._group, self._peer, self._tag = group, peer, tag
-        self._memory = [torch.zeros(_HEAD_BYTES + slot_bytes, dtype=torch.uint8) for _ in range(slots)]
-        self._heads = [memory[:_HEAD_BYTES].numpy().view(np.int64) for memory in self._memory]
+        self._group, self._peer, self._tag, self._device = group, peer, tag, device
+        self._memory = [torch.zeros(_HEAD_BYTES + slot_bytes, dtype=torch.uint8, device=device) for _ in range(slots)]
+        # On the host, also where the slots are not: `_head_out` and `_head_in` carry them over.
+        self._heads = [memory[:_HEAD_BYTES].cpu().numpy().view(np.int64) for memory in self._memory]
 
     def _data(self, index: int) -> torch.Tensor:
         return self._memory[index][_HEAD_BYTES:]
+
+    def _head_out(self, index: int) -> None:
+        if self._device.type != "cpu":
+            self._memory[index][:_HEAD_BYTES].copy_(torch.from_numpy(self._heads[index].view(np.uint8)))
+
+    def _head_in(self, index: int) -> None:
+        if self._device.type != "cpu":
+            self._heads[index].view(np.uint8)[:] = self._memory[index][:_HEAD_BYTES].cpu().numpy()
 
     def _wait(self, work: Any, timeout_s: float, what: str) -> None:
         """Until a transfer is over; transfers that failed because the other end is gone say so."""
         began = time.monotonic()
         try:
-            arrived = work.wait(timedelta(seconds=timeout_s))
+            # NCCL's wait would end the communicator when time is up.
+            while self._device.type != "cpu" and not work.is_completed() and time.monotonic() - began < timeout_s:
+                time.sleep(_NAP_S)
+            late = self._device.type != "cpu" and not work.is_completed()
+            arrived = False if late else work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             waited = time.monotonic() - began
             if waited >= 0.9 * timeout_s or "timed out" in str(error).lower():
@@ -71,7 +98,7 @@ class _Slots:
 class GroupWriter(_Slots):
     """The end that puts."""
 
-    def __init__(self, group: dist.ProcessGroup, *, to: int, **options: Any) -> None:
+    def __init__(self, group: Any, *, to: int, **options: Any) -> None:
         super().__init__(group, to, **options)
         self._free = deque(range(self.slots))
         self._under_way: deque[tuple[int, Any]] = deque()
@@ -101,8 +128,9 @@ class GroupWriter(_Slots):
 
     def _send(self, index: int, shape: Shape) -> None:
         # All of the slot: the receive was posted before anybody knew how long the microbatch would be.
+        self._head_out(index)
         try:
-            work = dist.isend(self._memory[index], group=self._group, group_dst=self._peer, tag=self._tag)
+            work = self._group.send([self._memory[index]], self._peer, self._tag)
         except RuntimeError as error:
             step, microbatch = place_of(self._heads[index])
             raise self._gone(f"sending microbatch {microbatch} of step {step}", error) from None
@@ -122,12 +150,14 @@ class _Sending(Writing):
 class GroupReader(_Slots):
     """The end that gets."""
 
-    def __init__(self, group: dist.ProcessGroup, *, of: int, **options: Any) -> None:
+    def __init__(self, group: Any, *, of: int, on_demand: bool = False, **options: Any) -> None:
         super().__init__(group, of, **options)
         self._posted: deque[tuple[int, Any]] = deque()
         self._arrived: list[int] = []
+        self._idle: deque[int] = deque()
+        self._on_demand = on_demand
         for index in range(self.slots):
-            self._post(index)
+            self._give_back(index)
 
     def get(self, step: int, microbatch: int, shape: Shape, *, timeout_s: float) -> Reading:
         """See `TapRing.get`."""
@@ -139,20 +169,29 @@ class GroupReader(_Slots):
                     check_shape(self.name, self._heads[index], shape)
                     self._arrived.remove(index)
                     parts = parts_of(self._data(index), shape)
-                    return _Received(self._heads[index], parts, self.name, functools.partial(self._post, index))
+                    return _Received(self._heads[index], parts, self.name, functools.partial(self._give_back, index))
             what = f"the taps of microbatch {microbatch} of step {step}"
+            if self._idle and not self._posted:
+                self._post(self._idle.popleft())
             if not self._posted:
                 raise TapDeadlineError(f"{self.name}: {what} did not come; {self.slots} slots are full of other microbatches' taps")
             index, work = self._posted[0]
             self._wait(work, max(0.001, deadline - time.monotonic()), what)
             self._posted.popleft()
+            self._head_in(index)
             self._arrived.append(index)
             self.high_water = max(self.high_water, len(self._arrived))
+
+    def _give_back(self, index: int) -> None:
+        if self._on_demand:
+            self._idle.append(index)
+        else:
+            self._post(index)
 
     def _post(self, index: int) -> None:
         work: Any
         try:
-            work = dist.irecv(self._memory[index], group=self._group, group_src=self._peer, tag=self._tag)
+            work = self._group.recv([self._memory[index]], self._peer, self._tag)
         except RuntimeError as error:
             # The other end may have gone because it is through: that is an error for who still expects something.
             work = _Failed(error)
@@ -170,13 +209,13 @@ class _Failed:
 
 
 class _Received(Reading):
-    def __init__(self, stamp: np.ndarray, parts: list[torch.Tensor], name: str, post: Callable[[], None]) -> None:
+    def __init__(self, stamp: np.ndarray, parts: list[torch.Tensor], name: str, give_back: Callable[[], None]) -> None:
         super().__init__(stamp, parts, name)
-        self._post = post
+        self._give_back = give_back
         self._read = True
 
     def release(self) -> None:
         if not self._read:
             raise TapOverrunError(f"{self._name}: released twice")
         self._read = False
-        self._post()
+        self._give_back()

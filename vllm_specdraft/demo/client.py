@@ -100,7 +100,7 @@ class Client:
 
     def __init__(self, url: str, *, log_path: Path, timeout_s: float = 600.0) -> None:
         """`url`: like ``http://127.0.0.1:8000``. `log_path`: named in errors. `timeout_s`: deadline of every request."""
-        self._url = url.rstrip("/")
+        self.url = self._url = url.rstrip("/")
         self._log_path = log_path
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
@@ -183,6 +183,10 @@ class Client:
     async def train(self, action: str) -> dict[str, Any]:
         """``pause`` or ``resume`` learning; returns the status."""
         return await self.call("POST", "/specdraft/train", {"action": action})
+
+    async def speculate(self, tokens: int | None) -> dict[str, Any]:
+        """Draft so many tokens in every step; None lets the governor decide. Returns the governor's report."""
+        return await self.call("POST", "/specdraft/speculate", {"tokens": tokens})
 
     async def publish(self, draft: Path) -> dict[str, Any]:
         """Serve the draft checkpoint in `draft` from now on; returns the publish record."""

@@ -5,6 +5,7 @@ The problems come from reasoning-gym's ``gsm_symbolic``, which fills templates w
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 import types
@@ -75,14 +76,18 @@ class PromptSource:
 
 
 def _stream(seed: int) -> Iterator[dict]:
-    """Items of the data set in order. Raises `ImportError` with the command to run when reasoning-gym is absent."""
+    """Items of the data set in order."""
+    return iter(reasoning_gym().create_dataset(DATASET, size=_ENDLESS, seed=seed))
+
+
+def reasoning_gym() -> types.ModuleType:
+    """The module of that name. Raises `ImportError` with the command to run when it is absent."""
     if "pycosat" not in sys.modules and importlib.util.find_spec("pycosat") is None:
         # A SAT solver that has to be compiled. reasoning-gym imports it for puzzles that are not used here.
         sys.modules["pycosat"] = types.ModuleType("pycosat")
     try:
-        import reasoning_gym
+        return importlib.import_module("reasoning_gym")
     except ImportError:
         raise ImportError(
             "the demo's prompts come from reasoning-gym, which is not installed: run `pip install 'vllm-specdraft[demo]'`"
         ) from None
-    return iter(reasoning_gym.create_dataset(DATASET, size=_ENDLESS, seed=seed))

@@ -1,0 +1,268 @@
+"""Is speculation ever slower than none? The governed server against the stock engine, at batch sizes from 1 to 32 and while a batch
+drains, with a draft that learned, one that is useless, and one that becomes useless in the middle; and against every fixed number
+of draft tokens.
+
+``python -m benchmarks.governor --json`` prints progress on standard error and one JSON object as the last line of standard
+output. Turns of the arms are interleaved; a bound is the one-sided lower 95% bound of the mean of paired ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.governing.turns import GOVERNED, NONE, Load, Ratios, Turns, fixed
+from benchmarks.learning import learn
+from trainer_bridge.draft import checkpoint, registry
+from vllm_specdraft.console import Console
+from vllm_specdraft.demo import table
+from vllm_specdraft.demo.client import Client, RequestError, Sampling, gather_or_cancel
+from vllm_specdraft.demo.interrupts import Interrupts
+from vllm_specdraft.demo.prompts import PromptSource
+from vllm_specdraft.demo.record import RunRecord
+from vllm_specdraft.demo.run import EXIT_FAILED, guarded, known_type, one_line, rhythm_arguments, rhythm_of, settings
+from vllm_specdraft.demo.session import Session
+
+LENGTHS = {1: 96, 2: 96, 4: 64, 8: 48, 16: 32, 32: 24}
+"""Tokens of each answer, by batch size: a turn takes some seconds at each."""
+DRAIN = (8, 10, 12, 15, 18, 22, 27, 33, 40, 48, 58, 70, 85, 100, 115, 128)
+"""Lengths of a batch that drains, as rollouts do: half of the time a quarter of it runs."""
+GROUPS = 3
+"""Groups of prompts per load, in turn."""
+WARM_TURNS = 3
+PRECISE = 0.012
+"""Enough pairs when the bound is as near to the mean."""
+STALE_AFTER = 2
+"""Turns with the good draft before it is replaced by the useless one."""
+STALE_TURNS = 10
+BLOCK_SIZE = 32
+"""Of the KV cache: prompts are prefix hits after the first turn, so that turns are generation."""
+LEAK_WARM_SHARE = 0.3
+
+
+def loads() -> list[Load]:
+    """Every batch size, and a draining one."""
+    return [
+        *(Load(name=f"batch {batch}", lengths=(length,) * batch) for batch, length in LENGTHS.items()),
+        Load(name="draining", lengths=DRAIN),
+    ]
+
+
+class GovernorBenchmark:
+    """Learn, then compare."""
+
+    def __init__(self, *, session: Session, interrupts: Interrupts, idle_minutes: float, pairs: int, soak_minutes: float) -> None:
+        self._session, self._interrupts = session, interrupts
+        self._budget_s, self._pairs, self._soak_s = 60 * idle_minutes, pairs, 60 * soak_minutes
+        self._prompts = session.prompts.evaluation
+        self.result: dict[str, Any] = {}
+
+    def play(self, target: Path | None) -> None:
+        """Fill `result`."""
+        session = self._session
+        target = session.prepare(target)
+        session.record.add(target=str(target), settings=settings())
+        live = session.start_live(target)
+        session.console.line(table.round_header())
+        self._interrupts.run(self._learn(live))
+        none = session.start_none(target)
+        self._interrupts.run(self._compare(live, none))
+
+    @property
+    def _useless(self) -> Path:
+        return self._session.record.directory / "useless_draft"
+
+    async def _learn(self, client: Client) -> None:
+        async with client:
+            # In batches that pay for no draft the taps see all the same; what the draft learns from is not the question here.
+            await learn(self._session, client, budget_s=self._budget_s, cap_s=1.5 * self._budget_s + 120)
+            await self._session.freeze(client)
+        make_useless(self._session.live_draft, self._useless)
+
+    async def _compare(self, live: Client, none: Client) -> None:
+        session, record = self._session, self._session.record
+        async with live, none:
+            turns = Turns(none=none, governed=live)
+            good = {load.name: await self._against(turns, live, load, regret=True) for load in loads()}
+            await self._stale(turns, live)
+            stale = self.result.pop("stale")
+            await live.publish(self._useless)
+            useless = {load.name: await self._against(turns, live, load, regret=False) for load in loads()}
+            await live.publish(session.live_draft)
+            soak = await self._soak(live)
+            report = await live.speculate(None)
+        bounds = [found["lower"] for found in (*good.values(), *useless.values(), *stale.values())]
+        self.result = {
+            "worst_ratio_vs_none": min(bounds),
+            "best_ratio": max(found["ratio"] for found in good.values()),
+            "regret_vs_best_fixed_k": max(found["regret"] for found in good.values()),
+            "good_draft": good,
+            "useless_draft": useless,
+            "stale_draft": stale,
+            "drain_soak": soak,
+            "governor": {key: report[key] for key in ("trials", "trial_cost_s", "busy_s", "switches")},
+            "pairs": self._pairs,
+            "machine": record.machine_line,
+            "commit": record.commit or "unknown",
+        }
+        record.add(results=self.result, governor=report)
+
+    def _group(self, load: Load, index: int) -> Sequence[Any]:
+        count = len(load.lengths)
+        start = index % GROUPS * count
+        return [self._prompts[(start + i) % len(self._prompts)] for i in range(count)]
+
+    async def _against(self, turns: Turns, live: Client, load: Load, *, regret: bool) -> dict[str, Any]:
+        """One load's pairs: governed and none in each, and every fixed number of tokens in every second."""
+        console = self._session.console
+        for index in range(WARM_TURNS * GROUPS):
+            console.progress(f"       {load.name}: warm-up {index + 1} of {WARM_TURNS * GROUPS}")
+            await turns.take(GOVERNED, load, self._group(load, index))
+            if index < GROUPS:
+                await turns.take(NONE, load, self._group(load, index))
+        most = (await live.status())["num_speculative_tokens"]
+        fixes = [fixed(k) for k in range(most + 1)] if regret else []
+        against: dict[str, Ratios] = {arm: Ratios() for arm in (NONE, *fixes)}
+        pair = 0
+        while pair < 2 * self._pairs and (pair < self._pairs or against[NONE].half_width > PRECISE):
+            console.progress(f"       {load.name}: pair {pair + 1}, {len(against[NONE].logs)} done")
+            arms = [NONE, GOVERNED]
+            if pair % 2 == 0 and pair < self._pairs:
+                arms += fixes
+            # Each arm comes first as often as last, and never always after the same one.
+            arms = arms if pair % 4 < 2 else arms[::-1]
+            speeds = {arm: await turns.take(arm, load, self._group(load, pair)) for arm in arms}
+            for arm in arms:
+                if arm != GOVERNED:
+                    against[arm].add(speeds[GOVERNED] / speeds[arm])
+            self._session.record.event("pair", load=load.name, pair=pair, tokens_per_s=speeds)
+            pair += 1
+        found: dict[str, Any] = {
+            "ratio": round(against[NONE].mean, 4),
+            "lower": round(against[NONE].lower, 4),
+            "pairs": len(against[NONE].logs),
+        }
+        if fixes:
+            # Against the fixed number that was fastest: its speed over the governed one's.
+            by_tokens = {arm: 1 / against[arm].mean for arm in fixes}
+            best = max(by_tokens, key=lambda arm: by_tokens[arm])
+            found |= {"regret": round(by_tokens[best] - 1, 4), "best_fixed": int(best.rpartition(" ")[2])}
+        console.clear()
+        console.line(f"{load.name}: {found}")
+        return found
+
+    async def _stale(self, turns: Turns, live: Client) -> None:
+        """The draft becomes useless between two turns; all turns from there on count."""
+        found = {}
+        for load in loads()[:3]:
+            ratios = Ratios()
+            await live.publish(self._session.live_draft)
+            for index in range(STALE_AFTER + STALE_TURNS):
+                if index == STALE_AFTER:
+                    await live.publish(self._useless)
+                arms = [NONE, GOVERNED] if index % 2 else [GOVERNED, NONE]
+                speeds = {arm: await turns.take(arm, load, self._group(load, index)) for arm in arms}
+                if index >= STALE_AFTER:
+                    ratios.add(speeds[GOVERNED] / speeds[NONE])
+            found[load.name] = {"ratio": round(ratios.mean, 4), "lower": round(ratios.lower, 4), "pairs": len(ratios.logs)}
+            self._session.console.line(f"{load.name}, stale: {found[load.name]}")
+        self.result["stale"] = found
+
+    async def _soak(self, live: Client) -> dict[str, Any]:
+        """Batches that drain, one after the other, with aborts in between: nothing hangs, and memory stays where it is."""
+        draw, session = random.Random(0), self._session
+        began, errors, batches, memory = time.monotonic(), 0, 0, list[tuple[float, int]]()
+        while (now := time.monotonic() - began) < self._soak_s:
+            session.console.progress(f"       soak: {now / 60:.1f} of {self._soak_s / 60:.0f} minutes, {batches} batches")
+            lengths = [draw.choice(DRAIN) for _ in range(draw.randint(1, 24))]
+            prompts = session.prompts.take(len(lengths))
+            work = [
+                live.chat(prompt.question, Sampling(max_tokens=length, temperature=draw.choice((0.0, 1.0))))
+                for prompt, length in zip(prompts, lengths, strict=True)
+            ]
+            try:
+                await gather_or_cancel(work)
+            except RequestError as error:
+                errors += 1
+                session.console.line(f"soak: {one_line(error)}")
+            batches += 1
+            status = await live.status()
+            memory.append((time.monotonic() - began, session.rss_bytes() - status["replay"]["bytes"]))
+        warm = [rss for at, rss in memory if LEAK_WARM_SHARE * self._soak_s <= at < 2 * LEAK_WARM_SHARE * self._soak_s]
+        late = [rss for at, rss in memory if at >= (1 - LEAK_WARM_SHARE) * self._soak_s]
+        growth = round(median(late) - median(warm)) if warm and late else None
+        return {"minutes": round(self._soak_s / 60, 1), "batches": batches, "errors": errors, "rss_growth_bytes": growth}
+
+
+def make_useless(draft: Path, out: Path) -> None:
+    """A draft of the same shape with random weights: it proposes nothing that stands."""
+    config = checkpoint.read_config(draft)
+    kind = registry.of_config(config)
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        name: torch.randn(tensor.shape, generator=generator).to(tensor) * 0.02 if tensor.is_floating_point() else tensor
+        for name, tensor in checkpoint.read_state(draft).items()
+    }
+    kind.save(out, state, config)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The benchmark's options."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.governor", description=(__doc__ or "").split("\n\n")[0])
+    made.add_argument("--json", action="store_true", help="one line of JSON (default: the same, indented)")
+    made.add_argument("--idle-minutes", type=float, default=5.0, metavar="M", help="learning time of the draft (default 5)")
+    made.add_argument(
+        "--pairs", type=int, default=8, metavar="N", help="pairs per load, up to twice as many where they are noisy (default 8)"
+    )
+    made.add_argument("--soak-minutes", type=float, default=30.0, metavar="M", help="of draining batches, at the end (default 30)")
+    rhythm_arguments(made)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit code: 0, 1 after an error, 130 after Ctrl-C or SIGTERM."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options_parser = parser()
+    options = options_parser.parse_args(arguments)
+    if options.idle_minutes <= 0 or options.pairs < 2 or options.soak_minutes < 0:
+        options_parser.error("--idle-minutes must be above 0, --pairs at least 2, --soak-minutes not negative")
+    try:
+        kind, rhythm = known_type(options.draft), rhythm_of(options)
+    except ValueError as error:
+        options_parser.error(str(error))
+    console = Console(sys.stderr)
+    with Interrupts() as interrupts:
+        try:
+            prompts = PromptSource(evaluation=GROUPS * max(LENGTHS), seed=options.seed)
+            config = {key: value for key, value in vars(options).items() if isinstance(value, int | float | str)}
+            command = ["python", "-m", "benchmarks.governor", *arguments]
+            record = RunRecord(options.out, command=command, config={**config, "rhythm": asdict(rhythm)})
+        except (ImportError, OSError) as error:
+            console.line(f"error: {one_line(error)}")
+            return EXIT_FAILED
+        session = Session(
+            record=record, console=console, prompts=prompts, rhythm=rhythm, kv_gib=options.kv_gib, kind=kind, governor=True,
+            options_of_both=("--block-size", str(BLOCK_SIZE)),
+        )  # fmt: skip
+        benchmark = GovernorBenchmark(
+            session=session, interrupts=interrupts, idle_minutes=options.idle_minutes, pairs=options.pairs,
+            soak_minutes=options.soak_minutes,
+        )  # fmt: skip
+        code = guarded(session, interrupts, lambda: benchmark.play(options.target), title=f"Governor, {record.machine_line}")
+    if code == 0:
+        print(json.dumps(benchmark.result, indent=None if options.json else 1), flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Training loops to read and to copy from."""

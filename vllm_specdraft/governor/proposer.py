@@ -1,0 +1,65 @@
+"""What a step's drafts come from: the draft, the request's own text, or nothing. In every rank, as the scheduler planned it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from vllm_specdraft.governor import ngram, plan
+from vllm_specdraft.governor.gaps import DraftGaps
+
+logger = logging.getLogger(__name__)
+
+
+class GovernedProposer:
+    """Stands before one runner's ``drafter.propose``."""
+
+    def __init__(self, runner: Any, *, gap_bytes: int) -> None:
+        """`gap_bytes`: bound of the hidden states kept for a draft that was left out, in bytes."""
+        self._runner = runner
+        self.gaps = DraftGaps(runner, limit_bytes=gap_bytes)
+        self._plan, self._propose, self._sample = runner.propose_draft_token_ids, runner.drafter.propose, runner.sample_tokens
+        self._matches = self._broken = self._asked = False
+        # Positions of several dimensions would need more than a number to be found again: there the draft runs in every step.
+        if not (runner.drafter.uses_mrope or runner.uses_mrope):
+            ngram.warm_up()
+            runner.propose_draft_token_ids, runner.drafter.propose = self._on_plan, self._on_propose
+            runner.sample_tokens = self._on_sample
+
+    def _on_sample(self, *args: Any, **kwargs: Any) -> Any:
+        state, self._asked = self._runner.execute_model_state, False
+        output = self._sample(*args, **kwargs)
+        if state is not None and not self._asked and state.spec_decode_common_attn_metadata is not None:
+            # A request near the longest length: the whole batch goes without drafts.
+            self.gaps.skipped(state.spec_decode_common_attn_metadata)
+        return output
+
+    def _on_plan(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self._asked = True
+        self._matches = getattr(scheduler_output, plan.FROM_TEXT, False)
+        return self._plan(scheduler_output, *args, **kwargs)
+
+    def _on_propose(self, num_speculative_tokens: int, **inputs: Any) -> torch.Tensor:
+        # A guest in the engine's step: what it raises must not end the step, only its own part.
+        if not self._broken:
+            try:
+                if num_speculative_tokens == 0 or self._matches:
+                    proposed = self._without_draft(num_speculative_tokens, inputs)
+                    self.gaps.leave_out(inputs)
+                    return proposed
+                self.gaps.make_up(inputs)
+            except Exception:
+                logger.exception("the draft runs in every step from here on: keeping what it is left out of failed")
+                self._broken = True
+        return self._propose(num_speculative_tokens=num_speculative_tokens, **inputs)
+
+    def _without_draft(self, tokens: int, inputs: dict[str, Any]) -> torch.Tensor:
+        """``[requests, tokens]``, padded with -1."""
+        device = inputs["target_hidden_states"].device
+        # Of an earlier step's drafts.
+        self._runner.drafter._last_draft_probs = None
+        if tokens == 0:
+            return torch.empty(inputs["common_attn_metadata"].num_reqs, 0, dtype=torch.int64, device=device)
+        return ngram.propose(self._runner, inputs, tokens).to(device)
