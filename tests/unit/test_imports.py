@@ -39,6 +39,9 @@ MAY_IMPORT_VLLM = {
     "shadow.py",
     "policy_swap.py",
     "weight_transfer.py",
+    "governor/gaps.py",
+    "governor/ngram.py",
+    "governor/scheduler.py",
 }
 """Files of vllm_specdraft that touch vLLM; everything else can be tested, and read, without an engine."""
 WITHOUT_TORCH = {
@@ -71,6 +74,8 @@ WITHOUT_TORCH = {
     "base.py",
     "tcp_receiver.py",
     "members.py",
+    "costs.py",
+    "draft_yield.py",
 }
 """Modules that a command line, a state machine or a test imports alone."""
 
