@@ -34,12 +34,12 @@ from vllm_specdraft.demo.run import EXIT_FAILED, guarded, known_type, one_line, 
 from vllm_specdraft.demo.session import Session
 
 LENGTHS = {1: 96, 2: 96, 4: 64, 8: 48, 16: 32, 32: 24}
-"""Tokens of each answer, by batch size: a turn takes some seconds at each."""
+"""Tokens of each answer at most, by batch size: a turn takes some seconds at each."""
 DRAIN = (8, 10, 12, 15, 18, 22, 27, 33, 40, 48, 58, 70, 85, 100, 115, 128)
-"""Lengths of a batch that drains, as rollouts do: half of the time a quarter of it runs."""
+"""Longest answers of a batch that drains, as rollouts do: half of the time a quarter of it runs."""
 GROUPS = 3
 """Groups of prompts per load, in turn."""
-WARM_TURNS = 3
+WARM_TURNS = 2
 PRECISE = 0.012
 """Enough pairs when the bound is as near to the mean."""
 STALE_AFTER = 2
@@ -50,10 +50,10 @@ BLOCK_SIZE = 32
 LEAK_WARM_SHARE = 0.3
 
 
-def loads() -> list[Load]:
-    """Every batch size, and a draining one."""
+def loads(batches: Sequence[int]) -> list[Load]:
+    """These batch sizes, and a draining one."""
     return [
-        *(Load(name=f"batch {batch}", lengths=(length,) * batch) for batch, length in LENGTHS.items()),
+        *(Load(name=f"batch {batch}", lengths=(LENGTHS[batch],) * batch) for batch in batches),
         Load(name="draining", lengths=DRAIN),
     ]
 
@@ -93,11 +93,11 @@ class GovernorBenchmark:
         session, record = self._session, self._session.record
         async with live, none:
             turns = Turns(none=none, governed=live)
-            good = {load.name: await self._against(turns, live, load, regret=True) for load in loads()}
+            good = {load.name: await self._against(turns, live, load, regret=True) for load in self._loads}
             await self._stale(turns, live)
             stale = self.result.pop("stale")
             await live.publish(self._useless)
-            useless = {load.name: await self._against(turns, live, load, regret=False) for load in loads()}
+            useless = {load.name: await self._against(turns, live, load, regret=False) for load in self._loads}
             await live.publish(session.live_draft)
             soak = await self._soak(live)
             report = await live.speculate(None)
@@ -164,7 +164,7 @@ class GovernorBenchmark:
     async def _stale(self, turns: Turns, live: Client) -> None:
         """The draft becomes useless between two turns; all turns from there on count."""
         found = {}
-        for load in loads()[:3]:
+        for load in self._loads[:2]:
             ratios = Ratios()
             await live.publish(self._session.live_draft)
             for index in range(STALE_AFTER + STALE_TURNS):
@@ -224,6 +224,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--pairs", type=int, default=8, metavar="N", help="pairs per load, up to twice as many where they are noisy (default 8)"
     )
+    made.add_argument(
+        "--batches", default=",".join(map(str, LENGTHS)), metavar="A,B", help="batch sizes, of %(default)s, which is the default"
+    )
     made.add_argument("--soak-minutes", type=float, default=30.0, metavar="M", help="of draining batches, at the end (default 30)")
     rhythm_arguments(made)
     return made
@@ -237,6 +240,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.idle_minutes <= 0 or options.pairs < 2 or options.soak_minutes < 0:
         options_parser.error("--idle-minutes must be above 0, --pairs at least 2, --soak-minutes not negative")
     try:
+        batches = [int(word) for word in options.batches.split(",")]
+        if unknown := set(batches) - LENGTHS.keys():
+            raise ValueError(f"--batches has {sorted(unknown)}, possible: {', '.join(map(str, LENGTHS))}")
         kind, rhythm = known_type(options.draft), rhythm_of(options)
     except ValueError as error:
         options_parser.error(str(error))
@@ -256,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )  # fmt: skip
         benchmark = GovernorBenchmark(
             session=session, interrupts=interrupts, idle_minutes=options.idle_minutes, pairs=options.pairs,
-            soak_minutes=options.soak_minutes,
+            soak_minutes=options.soak_minutes, batches=batches,
         )  # fmt: skip
         code = guarded(session, interrupts, lambda: benchmark.play(options.target), title=f"Governor, {record.machine_line}")
     if code == 0:

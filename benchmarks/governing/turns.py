@@ -1,4 +1,4 @@
-"""Turns of the arms of the governor's benchmark: the same greedy answers of fixed lengths, from the stock server or from ours."""
+"""Turns of the arms of the governor's benchmark: the same greedy answers, from the stock server or from ours."""
 
 from __future__ import annotations
 
@@ -30,12 +30,7 @@ class Load:
 
     name: str
     lengths: tuple[int, ...]
-    """Tokens of each one's answer."""
-
-    @property
-    def tokens(self) -> int:
-        """Of all answers."""
-        return sum(self.lengths)
+    """Tokens of each one's answer at most; greedy answers end where they end, with every arm alike."""
 
 
 @dataclass(kw_only=True)
@@ -86,12 +81,11 @@ class Turns:
         if client is self._governed:
             await self._decide(None if arm == GOVERNED else int(arm.rpartition(" ")[2]))
         work = [
-            client.chat(prompt.question, Sampling(max_tokens=length, ignore_end=True))
-            for prompt, length in zip(prompts, load.lengths, strict=True)
+            client.chat(prompt.question, Sampling(max_tokens=length)) for prompt, length in zip(prompts, load.lengths, strict=True)
         ]
         began = time.perf_counter()
-        await gather_or_cancel(work)
-        return load.tokens / (time.perf_counter() - began)
+        answers = await gather_or_cancel(work)
+        return sum(len(answer.token_ids) for answer in answers) / (time.perf_counter() - began)
 
     async def _decide(self, tokens: int | None) -> None:
         if tokens != self._set:

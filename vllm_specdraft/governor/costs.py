@@ -107,9 +107,16 @@ class StepCosts:
         return known.stays if known is not None else 0
 
     def relative(self, bucket: int, tokens: int) -> tuple[float, bool]:
-        """Log of a step's cost over that of a step without drafts, and whether that is measured, here or at a near batch size."""
+        """Log of a step's cost over that of a step without drafts, and whether that is measured, here or at a near batch size.
+
+        Never below 0: drafts make no step cheaper, a machine that got faster meanwhile does.
+        """
         if tokens == 0:
             return 0.0, True
+        cost, measured = self._relative(bucket, tokens)
+        return max(0.0, cost), measured
+
+    def _relative(self, bucket: int, tokens: int) -> tuple[float, bool]:
         measured = {b: cells[tokens].value - cells[0].value for b, cells in self._found.items() if tokens in cells and 0 in cells}
         if bucket in measured:
             return measured[bucket], True
