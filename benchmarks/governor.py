@@ -61,8 +61,17 @@ def loads(batches: Sequence[int]) -> list[Load]:
 class GovernorBenchmark:
     """Learn, then compare."""
 
-    def __init__(self, *, session: Session, interrupts: Interrupts, idle_minutes: float, pairs: int, soak_minutes: float) -> None:
-        self._session, self._interrupts = session, interrupts
+    def __init__(
+        self,
+        *,
+        session: Session,
+        interrupts: Interrupts,
+        idle_minutes: float,
+        pairs: int,
+        soak_minutes: float,
+        batches: Sequence[int],
+    ) -> None:
+        self._session, self._interrupts, self._loads = session, interrupts, loads(batches)
         self._budget_s, self._pairs, self._soak_s = 60 * idle_minutes, pairs, 60 * soak_minutes
         self._prompts = session.prompts.evaluation
         self.result: dict[str, Any] = {}
