@@ -45,8 +45,6 @@ PRECISE = 0.012
 STALE_AFTER = 2
 """Turns with the good draft before it is replaced by the useless one."""
 STALE_TURNS = 10
-BLOCK_SIZE = 32
-"""Of the KV cache: prompts are prefix hits after the first turn, so that turns are generation."""
 LEAK_WARM_SHARE = 0.3
 
 
@@ -267,7 +265,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return EXIT_FAILED
         session = Session(
             record=record, console=console, prompts=prompts, rhythm=rhythm, kv_gib=options.kv_gib, kind=kind, governor=True,
-            options_of_both=("--block-size", str(BLOCK_SIZE)),
         )  # fmt: skip
         benchmark = GovernorBenchmark(
             session=session, interrupts=interrupts, idle_minutes=options.idle_minutes, pairs=options.pairs,

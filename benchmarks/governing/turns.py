@@ -71,6 +71,7 @@ class Turns:
         self._governed = governed
         self._last: Client | None = None
         self._set: int | None = None
+        self._requests = 0
 
     async def take(self, arm: str, load: Load, prompts: Sequence[Prompt]) -> float:
         """Tokens per second of one turn: wall time from the first request to the last answer."""
@@ -86,6 +87,10 @@ class Turns:
         began = time.perf_counter()
         answers = await gather_or_cancel(work)
         return sum(len(answer.token_ids) for answer in answers) / (time.perf_counter() - began)
+
+    def _salt(self) -> str:
+        self._requests += 1
+        return f"turn-{self._requests}"
 
     async def _decide(self, tokens: int | None) -> None:
         if tokens != self._set:

@@ -62,14 +62,13 @@ class Session:
         rhythm: RhythmConfig,
         kv_gib: int = KV_GIB,
         options: Sequence[str] = (),
-        options_of_both: Sequence[str] = (),
         kind: str = DEFAULT_TYPE,
         governor: bool = False,
         make_server: Callable[..., ServerLike] | None = None,
     ) -> None:
         """`kv_gib`: KV cache of each server in GiB; fixed, for the second one would find less memory free and choose less.
-        `options`: further options of the specdraft server; `options_of_both`: of the stock server too. `kind`: type of the first
-        draft. `governor`: let the server draft only where it pays.
+        `options`: further options of the specdraft server. `kind`: type of the first draft. `governor`: let the server draft only
+        where it pays.
 
         `make_server` builds a server like `vllm_specdraft.launch.Server`, which is the default.
         """
@@ -80,7 +79,7 @@ class Session:
         self.rounds: list[Burst] = []
         self.idle_s = 0.0
         self.kv_gib, self.kind = kv_gib, kind
-        self._options = ("--kv-gib", str(kv_gib), *options_of_both)
+        self._options = ("--kv-gib", str(kv_gib))
         self._live_options = (*self._options, *options)
         self._governor = governor
         self._make_server = make_server or _server_class()

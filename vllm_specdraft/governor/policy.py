@@ -149,7 +149,8 @@ class Governor:
                 continue
             # What was never tried here needs a reason in what it could be at best; the rest is looked at again in time.
             hope = self.score(bucket, k, errors=1.0 if k else 0.0)
-            if (self.costs.relative(bucket, k)[1] and self.costs.stays(bucket, k)) or hope < now - HYSTERESIS:
+            # Steps without drafts are what all is compared with: what other sizes say of them does not do for long.
+            if k == 0 or self.costs.stays(bucket, k) or hope < now - HYSTERESIS:
                 found.append((hope, k))
         found.sort()
         if bucket >= FROM_BELOW and not any(self.costs.relative(bucket, n)[1] for n in range(1, self.most + 1)):
