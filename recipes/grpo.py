@@ -169,7 +169,7 @@ class Trainer:
                 weight = gap.detach().exp().clamp(max=self._settings.truncate)
                 loss = -(weight * one.advantage * logprobs).sum() / tokens
                 loss.backward()
-                found["loss"] += float(loss)
+                found["loss"] += float(loss.detach())
                 found["weight"] += float(weight.sum()) / tokens
                 # k3 of http://joschu.net/blog/kl-approx.html: not negative, and of small variance.
                 found["kl"] += float((gap.detach().exp() - 1 - gap.detach()).sum()) / tokens
