@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,21 +19,20 @@ from typing import Any
 
 import torch
 
+from benchmarks import played
 from benchmarks.learning import learn
 from trainer_bridge import connect
 from trainer_bridge.adapters.hf import hf_weights
-from vllm_specdraft.console import Console
 from vllm_specdraft.demo import table
 from vllm_specdraft.demo.client import Client, Sampling, gather_or_cancel
 from vllm_specdraft.demo.interrupts import Interrupts
 from vllm_specdraft.demo.prompts import PromptSource
-from vllm_specdraft.demo.record import RunRecord
 from vllm_specdraft.demo.rhythm import accepted_length
-from vllm_specdraft.demo.run import EXIT_FAILED, guarded, known_type, one_line, rhythm_arguments, rhythm_of, settings
+from vllm_specdraft.demo.run import known_type, rhythm_arguments, rhythm_of, settings
 from vllm_specdraft.demo.session import Session
 
 LIVE, FROZEN = "live", "frozen"
-MEASURED_PROMPTS, MEASURED_TOKENS = 8, 96
+MEASURED_PROMPTS, MEASURED_TOKENS = 12, 96
 EXAMPLES, BATCH, EPOCHS = 48, 8, 3
 LEARNING_RATE = 1e-4
 RECOVERED = 0.9
@@ -145,13 +143,13 @@ class DriftBenchmark:
         self._session.console.line(f"{one.name}: after {one.idle_s[-1]:.0f} s of learning {_rounded(found)}")
 
     async def _measure(self, clients: dict[str, Client]) -> dict[str, float]:
-        """Accepted length of each arm on the held-out prompts, greedy, one at a time; nothing is tapped of them."""
+        """Accepted length of each arm on the held-out prompts, greedy; nothing is tapped of them."""
         found = {}
         for arm, client in clients.items():
             await client.taps(False)
             before = await client.status(fresh=True)
-            for prompt in self._session.prompts.evaluation:
-                await client.chat(prompt.question, Sampling(max_tokens=MEASURED_TOKENS))
+            sampling = Sampling(max_tokens=MEASURED_TOKENS)
+            await gather_or_cancel([client.chat(prompt.question, sampling) for prompt in self._session.prompts.evaluation])
             found[arm] = accepted_length(before, await client.status(fresh=True)) or 1.0
             await client.taps(True)
         return found
@@ -219,8 +217,7 @@ def _rounded(found: dict[str, float]) -> dict[str, float]:
 
 def parser() -> argparse.ArgumentParser:
     """The benchmark's options."""
-    made = argparse.ArgumentParser(prog="python -m benchmarks.drift", description=(__doc__ or "").split("\n\n")[0])
-    made.add_argument("--json", action="store_true", help="one line of JSON (default: the same, indented)")
+    made = played.parser("drift", __doc__)
     made.add_argument("--warm-minutes", type=float, default=4.0, metavar="M", help="learning before the first move (default 4)")
     made.add_argument("--rounds", type=int, default=4, metavar="N", help="bursts and pauses after each move (default 4)")
     made.add_argument("--moves", default=",".join(MOVES), metavar="A,B", help="styles, in order (default %(default)s)")
@@ -242,26 +239,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         kind, rhythm = known_type(options.draft), rhythm_of(options)
     except ValueError as error:
         options_parser.error(str(error))
-    console = Console(sys.stderr)
-    with Interrupts() as interrupts:
-        try:
-            prompts = PromptSource(evaluation=MEASURED_PROMPTS, seed=options.seed)
-            config = {key: value for key, value in vars(options).items() if isinstance(value, int | float | str)}
-            command = ["python", "-m", "benchmarks.drift", *arguments]
-            record = RunRecord(options.out, command=command, config={**config, "rhythm": asdict(rhythm)})
-        except (ImportError, OSError) as error:
-            console.line(f"error: {one_line(error)}")
-            return EXIT_FAILED
-        session = Session(
-            record=record, console=console, prompts=prompts, rhythm=rhythm, kv_gib=options.kv_gib, kind=kind
-        )  # fmt: skip
-        benchmark = DriftBenchmark(
+
+    def make(session: Session, interrupts: Interrupts) -> DriftBenchmark:
+        return DriftBenchmark(
             session=session, interrupts=interrupts, warm_minutes=options.warm_minutes, rounds=options.rounds, moves=moves
         )
-        code = guarded(session, interrupts, lambda: benchmark.play(options.target), title=f"Drift, {record.machine_line}")
-    if code == 0:
-        print(json.dumps(benchmark.result, indent=None if options.json else 1), flush=True)
-    return code
+
+    return played.play(
+        "drift", options, arguments, title="Drift", kind=kind, rhythm=rhythm, make=make,
+        prompts=lambda: PromptSource(evaluation=MEASURED_PROMPTS, seed=options.seed),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

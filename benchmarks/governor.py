@@ -9,28 +9,25 @@ output. Turns of the arms are interleaved; a bound is the one-sided lower 95% bo
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from benchmarks import played
 from benchmarks.governing.turns import GOVERNED, NONE, Load, Ratios, Turns, fixed
 from benchmarks.learning import learn
 from trainer_bridge.draft import checkpoint, registry
-from vllm_specdraft.console import Console
 from vllm_specdraft.demo import table
 from vllm_specdraft.demo.client import Client, RequestError, Sampling, gather_or_cancel
 from vllm_specdraft.demo.interrupts import Interrupts
 from vllm_specdraft.demo.prompts import PromptSource
-from vllm_specdraft.demo.record import RunRecord
-from vllm_specdraft.demo.run import EXIT_FAILED, guarded, known_type, one_line, rhythm_arguments, rhythm_of, settings
+from vllm_specdraft.demo.run import known_type, one_line, rhythm_arguments, rhythm_of, settings
 from vllm_specdraft.demo.session import Session
 
 LENGTHS = {1: 96, 2: 96, 4: 64, 8: 48, 16: 32, 32: 24}
@@ -225,8 +222,7 @@ def make_useless(draft: Path, out: Path) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The benchmark's options."""
-    made = argparse.ArgumentParser(prog="python -m benchmarks.governor", description=(__doc__ or "").split("\n\n")[0])
-    made.add_argument("--json", action="store_true", help="one line of JSON (default: the same, indented)")
+    made = played.parser("governor", __doc__)
     made.add_argument("--idle-minutes", type=float, default=5.0, metavar="M", help="learning time of the draft (default 5)")
     made.add_argument(
         "--pairs", type=int, default=8, metavar="N", help="pairs per load, up to twice as many where they are noisy (default 8)"
@@ -253,27 +249,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         kind, rhythm = known_type(options.draft), rhythm_of(options)
     except ValueError as error:
         options_parser.error(str(error))
-    console = Console(sys.stderr)
-    with Interrupts() as interrupts:
-        try:
-            prompts = PromptSource(evaluation=GROUPS * max(LENGTHS), seed=options.seed)
-            config = {key: value for key, value in vars(options).items() if isinstance(value, int | float | str)}
-            command = ["python", "-m", "benchmarks.governor", *arguments]
-            record = RunRecord(options.out, command=command, config={**config, "rhythm": asdict(rhythm)})
-        except (ImportError, OSError) as error:
-            console.line(f"error: {one_line(error)}")
-            return EXIT_FAILED
-        session = Session(
-            record=record, console=console, prompts=prompts, rhythm=rhythm, kv_gib=options.kv_gib, kind=kind, governor=True,
-        )  # fmt: skip
-        benchmark = GovernorBenchmark(
+
+    def make(session: Session, interrupts: Interrupts) -> GovernorBenchmark:
+        return GovernorBenchmark(
             session=session, interrupts=interrupts, idle_minutes=options.idle_minutes, pairs=options.pairs,
             soak_minutes=options.soak_minutes, batches=batches,
         )  # fmt: skip
-        code = guarded(session, interrupts, lambda: benchmark.play(options.target), title=f"Governor, {record.machine_line}")
-    if code == 0:
-        print(json.dumps(benchmark.result, indent=None if options.json else 1), flush=True)
-    return code
+
+    return played.play(
+        "governor", options, arguments, title="Governor", kind=kind, rhythm=rhythm, governor=True, make=make,
+        prompts=lambda: PromptSource(evaluation=GROUPS * max(LENGTHS), seed=options.seed),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ calls.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -21,15 +22,14 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from benchmarks import played
 from benchmarks.learning import learn
 from recipes.tasks import TASKS, problems
-from vllm_specdraft.console import Console
 from vllm_specdraft.demo import table
 from vllm_specdraft.demo.client import Client
 from vllm_specdraft.demo.interrupts import Interrupts
 from vllm_specdraft.demo.prompts import Prompt, normalised
-from vllm_specdraft.demo.record import RunRecord
-from vllm_specdraft.demo.run import EXIT_FAILED, guarded, known_type, one_line, rhythm_arguments, rhythm_of, settings
+from vllm_specdraft.demo.run import known_type, rhythm_arguments, rhythm_of, settings
 from vllm_specdraft.demo.session import KV_GIB, Session
 from vllm_specdraft.launch import Server
 
@@ -291,8 +291,7 @@ def chart(rows: Sequence[Mapping[str, Any]], arms: Sequence[str], path: Path, *,
 
 def parser() -> argparse.ArgumentParser:
     """The benchmark's options."""
-    made = argparse.ArgumentParser(prog="python -m benchmarks.rl_loop", description=(__doc__ or "").split("\n\n")[0])
-    made.add_argument("--json", action="store_true", help="one line of JSON (default: the same, indented)")
+    made = played.parser("rl_loop", __doc__)
     made.add_argument("--arms", default="none,frozen,live", metavar="A,B", help=f"of {', '.join(ARMS)} (default %(default)s)")
     made.add_argument("--seeds", type=int, default=3, metavar="N", help="(default %(default)s)")
     made.add_argument("--steps", type=int, default=4, metavar="N", help="per seed (default %(default)s)")
@@ -331,26 +330,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         concurrency=options.answers_at_once, max_tokens=options.answer_tokens, task=options.task,
         warm_minutes=options.warm_minutes, learning_rate=options.learning_rate,
     )  # fmt: skip
-    console = Console(sys.stderr)
-    with Interrupts() as interrupts:
-        try:
-            avoid = {
-                normalised(one.question)
-                for seed in range(plan.seeds)
-                for one, _ in zip(problems(plan.task, seed), range(plan.steps * plan.groups), strict=False)
-            }
-            command = ["python", "-m", "benchmarks.rl_loop", *arguments]
-            record = RunRecord(options.out, command=command, config=vars(plan))
-        except (ImportError, OSError) as error:
-            console.line(f"error: {one_line(error)}")
-            return EXIT_FAILED
-        prompts: Any = TaskPrompts(plan.task, avoid)
-        session = Session(record=record, console=console, prompts=prompts, rhythm=rhythm, kv_gib=options.kv_gib, kind=kind)
-        benchmark = RlLoopBenchmark(session=session, interrupts=interrupts, plan=plan, directory=options.resume or record.directory)
-        code = guarded(session, interrupts, lambda: benchmark.play(options.target), title=f"RL loop, {record.machine_line}")
-    if code == 0:
-        print(json.dumps(benchmark.result, indent=None if options.json else 1), flush=True)
-    return code
+
+    def prompts() -> TaskPrompts:
+        own = (problems(plan.task, seed) for seed in range(plan.seeds))
+        count = plan.steps * plan.groups
+        return TaskPrompts(plan.task, {normalised(one.question) for stream in own for one in itertools.islice(stream, count)})
+
+    def make(session: Session, interrupts: Interrupts) -> RlLoopBenchmark:
+        directory = options.resume or session.record.directory
+        return RlLoopBenchmark(session=session, interrupts=interrupts, plan=plan, directory=directory)
+
+    return played.play(
+        "rl_loop", options, arguments, title="RL loop", kind=kind, rhythm=rhythm, prompts=prompts, make=make, config=vars(plan)
+    )
 
 
 if __name__ == "__main__":

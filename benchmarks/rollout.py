@@ -9,25 +9,21 @@ output. Correctness comes first: the greedy tokens of every arm against the stoc
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks import costs
+from benchmarks import costs, played
 from benchmarks.draft_types import TypesBenchmark
 from benchmarks.learning import learn
-from vllm_specdraft.console import Console
 from vllm_specdraft.demo import table
 from vllm_specdraft.demo.arms import Arms, Verdict
 from vllm_specdraft.demo.client import Client, Sampling
 from vllm_specdraft.demo.compare import B1, B1_T1, B8, FIRST, LIVE, NONE, ArmSummary, Measurement
 from vllm_specdraft.demo.interrupts import Interrupts
 from vllm_specdraft.demo.prompts import PromptSource
-from vllm_specdraft.demo.record import RunRecord
-from vllm_specdraft.demo.run import EXIT_FAILED, guarded, known_type, one_line, rhythm_arguments, rhythm_of, settings
+from vllm_specdraft.demo.run import known_type, rhythm_arguments, rhythm_of, settings
 from vllm_specdraft.demo.session import Session, identities
 
 IDLE_CAP_MINUTES = 15.0
@@ -181,8 +177,7 @@ def _sampled(pair: int) -> Sampling:
 
 def parser() -> argparse.ArgumentParser:
     """The benchmark's options."""
-    made = argparse.ArgumentParser(prog="python -m benchmarks.rollout", description=(__doc__ or "").split("\n\n")[0])
-    made.add_argument("--json", action="store_true", help="one line of JSON (default: the same, indented)")
+    made = played.parser("rollout", __doc__)
     made.add_argument(
         "--idle-minutes",
         type=float,
@@ -210,42 +205,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         rhythm = rhythm_of(options)
     except ValueError as error:
         options_parser.error(str(error))
-    console = Console(sys.stderr)
-    with Interrupts() as interrupts:
-        try:
-            several = len(kinds) > 1
-            evaluation = TypesBenchmark.prompts(options.pairs) if several else held_out_prompts(options.pairs)
-            prompts = PromptSource(evaluation=evaluation, seed=options.seed)
-            config = {
-                "idle_minutes": options.idle_minutes,
-                "pairs": options.pairs,
-                "rhythm": asdict(rhythm),
-                "kv_gib": options.kv_gib,
-                "draft": options.draft,
-            }
-            record = RunRecord(options.out, command=["python", "-m", "benchmarks.rollout", *arguments], config=config)
-        except (ImportError, OSError) as error:
-            console.line(f"error: {one_line(error)}")
-            return EXIT_FAILED
-        session = Session(
-            record=record, console=console, prompts=prompts, rhythm=rhythm, kv_gib=options.kv_gib, kind=kinds[0]
+    several = len(kinds) > 1
+
+    def prompts() -> PromptSource:
+        evaluation = TypesBenchmark.prompts(options.pairs) if several else held_out_prompts(options.pairs)
+        return PromptSource(evaluation=evaluation, seed=options.seed)
+
+    def make(session: Session, interrupts: Interrupts) -> TypesBenchmark | RolloutBenchmark:
+        if not several:
+            return RolloutBenchmark(session=session, interrupts=interrupts, idle_minutes=options.idle_minutes, pairs=options.pairs)
+        return TypesBenchmark(
+            kinds, session=session, interrupts=interrupts, budget_s=60.0 * options.idle_minutes, cap_s=60.0 * IDLE_CAP_MINUTES,
+            pairs=options.pairs, learned=options.learned,
         )  # fmt: skip
-        benchmark: TypesBenchmark | RolloutBenchmark
-        if several:
-            budget_s, cap_s = 60.0 * options.idle_minutes, 60.0 * IDLE_CAP_MINUTES
-            benchmark = TypesBenchmark(
-                kinds, session=session, interrupts=interrupts, budget_s=budget_s, cap_s=cap_s, pairs=options.pairs,
-                learned=options.learned,
-            )  # fmt: skip
-        else:
-            benchmark = RolloutBenchmark(
-                session=session, interrupts=interrupts, idle_minutes=options.idle_minutes, pairs=options.pairs
-            )
-        title = f"Rollout benchmark, {record.machine_line}"
-        code = guarded(session, interrupts, lambda: benchmark.play(options.target), title=title)
-    if code == 0:
-        print(json.dumps(benchmark.result, indent=None if options.json else 1), flush=True)
-    return code
+
+    config = {key: getattr(options, key) for key in ("idle_minutes", "pairs", "kv_gib", "draft")}
+    return played.play(
+        "rollout", options, arguments, title="Rollout benchmark", kind=kinds[0], rhythm=rhythm, prompts=prompts, make=make,
+        config=config,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

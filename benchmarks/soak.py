@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 import time
@@ -19,16 +18,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import costs
-from vllm_specdraft.console import Console
+from benchmarks import costs, played
 from vllm_specdraft.demo.client import MODEL, Client, RequestError, Sampling, gather_or_cancel
 from vllm_specdraft.demo.compare import LIVE, Difference, first_difference, is_tie
 from vllm_specdraft.demo.interrupts import Interrupts
 from vllm_specdraft.demo.prompts import Prompt, PromptSource
-from vllm_specdraft.demo.record import RunRecord
 from vllm_specdraft.demo.rhythm import RhythmConfig
-from vllm_specdraft.demo.run import EXIT_FAILED, guarded, one_line, settings
+from vllm_specdraft.demo.run import settings
 from vllm_specdraft.demo.session import Session
+from vllm_specdraft.drafts import DEFAULT_TYPE
 
 REFERENCES = 8
 MAX_TOKENS = 64
@@ -297,8 +295,7 @@ class Soak:
 
 def parser() -> argparse.ArgumentParser:
     """The benchmark's options."""
-    made = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=(__doc__ or "").split("\n\n")[0])
-    made.add_argument("--json", action="store_true", help="one line of JSON (default: the same, indented)")
+    made = played.parser("soak", __doc__)
     made.add_argument("--minutes", type=float, default=20.0, metavar="N", help="length of the load (default 20)")
     made.add_argument("--target", type=Path, metavar="DIR", help="Hugging Face directory (default: the embedded model)")
     made.add_argument("--seed", type=int, default=0, help="of the order of activities and the prompts (default 0)")
@@ -314,27 +311,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = options_parser.parse_args(arguments)
     if not options.minutes > 0:
         options_parser.error("--minutes must be above 0")
-    console = Console(sys.stderr)
-    with Interrupts() as interrupts:
-        try:
-            prompts = PromptSource(evaluation=REFERENCES, seed=options.seed)
-            record = RunRecord(
-                options.out, command=["python", "-m", "benchmarks.soak", *arguments], config={"minutes": options.minutes}
-            )
-        except (ImportError, OSError) as error:
-            console.line(f"error: {one_line(error)}")
-            return EXIT_FAILED
-        session = Session(
-            record=record, console=console, prompts=prompts, rhythm=RhythmConfig(), kv_gib=options.kv_gib,
-            options=("--replay-mb", str(REPLAY_MB), "--checkpoint-dir", str(record.directory / "checkpoint"),
-                     "--checkpoint-seconds", "30"),
-        )  # fmt: skip
-        soak = Soak(session=session, interrupts=interrupts, minutes=options.minutes, seed=options.seed)
-        title = f"Soak, {options.minutes:g} minutes, {record.machine_line}"
-        code = guarded(session, interrupts, lambda: soak.play(options.target), title=title)
-    if code == 0:
-        print(json.dumps(soak.result, indent=None if options.json else 1), flush=True)
-    return code
+
+    def make(session: Session, interrupts: Interrupts) -> Soak:
+        return Soak(session=session, interrupts=interrupts, minutes=options.minutes, seed=options.seed)
+
+    def server_options(run: Path) -> tuple[str, ...]:
+        return "--replay-mb", str(REPLAY_MB), "--checkpoint-dir", str(run / "checkpoint"), "--checkpoint-seconds", "30"
+
+    return played.play(
+        "soak", options, arguments, title=f"Soak, {options.minutes:g} minutes", kind=DEFAULT_TYPE, rhythm=RhythmConfig(),
+        prompts=lambda: PromptSource(evaluation=REFERENCES, seed=options.seed), make=make, server_options=server_options,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -81,8 +81,10 @@ class Turns:
         self._last = client
         if client is self._governed:
             await self._decide(None if arm == GOVERNED else int(arm.rpartition(" ")[2]))
+        # Each prompt is computed anew: of what is cached, an engine with a draft finds one block less than one without.
         work = [
-            client.chat(prompt.question, Sampling(max_tokens=length)) for prompt, length in zip(prompts, load.lengths, strict=True)
+            client.chat(prompt.question, Sampling(max_tokens=length), salt=self._salt())
+            for prompt, length in zip(prompts, load.lengths, strict=True)
         ]
         began = time.perf_counter()
         answers = await gather_or_cancel(work)
