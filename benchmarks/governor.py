@@ -3,7 +3,8 @@ drains, with a draft that learned, one that is useless, and one that becomes use
 of draft tokens.
 
 ``python -m benchmarks.governor --json`` prints progress on standard error and one JSON object as the last line of standard
-output. Turns of the arms are interleaved; a bound is the one-sided lower 95% bound of the mean of paired ratios.
+output. A pair is one batch that both servers answer in turns of a fraction of a second; a bound is the one-sided lower 95% bound of
+the mean of the pairs' ratios.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 import torch
 
 from benchmarks import played
-from benchmarks.governing.turns import GOVERNED, NONE, Load, Ratios, Turns, fixed
+from benchmarks.governing.ratios import GOVERNED, NONE, Load, Ratios, fixed
+from benchmarks.governing.slices import DEVELOPER, Side, Slices
 from benchmarks.learning import learn
 from trainer_bridge.draft import checkpoint, registry
 from vllm_specdraft.demo import table
@@ -30,18 +32,18 @@ from vllm_specdraft.demo.prompts import PromptSource
 from vllm_specdraft.demo.run import known_type, one_line, rhythm_arguments, rhythm_of, settings
 from vllm_specdraft.demo.session import Session
 
-LENGTHS = {1: 96, 2: 96, 4: 64, 8: 48, 16: 32, 32: 24}
-"""Tokens of each answer at most, by batch size: a turn takes some seconds at each."""
+LENGTHS = {1: 96, 2: 96, 4: 80, 8: 64, 16: 48, 32: 48}
+"""Tokens of each answer at most, by batch size: a batch takes some seconds at each."""
 DRAIN = (8, 10, 12, 15, 18, 22, 27, 33, 40, 48, 58, 70, 85, 100, 115, 128)
 """Longest answers of a batch that drains, as rollouts do: half of the time a quarter of it runs."""
 GROUPS = 3
 """Groups of prompts per load, in turn."""
-WARM_TURNS = 2
+WARM_TURNS = 1
 PRECISE = 0.012
 """Enough pairs when the bound is as near to the mean."""
 STALE_AFTER = 2
-"""Turns with the good draft before it is replaced by the useless one."""
-STALE_TURNS = 10
+"""Batches with the good draft before it is replaced by the useless one."""
+STALE_PAIRS = 10
 LEAK_WARM_SHARE = 0.3
 
 
@@ -65,10 +67,13 @@ class GovernorBenchmark:
         pairs: int,
         soak_minutes: float,
         batches: Sequence[int],
+        learned: Path | None,
     ) -> None:
+        """`learned`: a draft that learned already."""
         self._session, self._interrupts, self._loads = session, interrupts, loads(batches)
         self._budget_s, self._pairs, self._soak_s = 60 * idle_minutes, pairs, 60 * soak_minutes
         self._prompts = session.prompts.evaluation
+        self._good, self._learned = learned or session.live_draft, learned is not None
         self.result: dict[str, Any] = {}
 
     def play(self, target: Path | None) -> None:
@@ -76,9 +81,11 @@ class GovernorBenchmark:
         session = self._session
         target = session.prepare(target)
         session.record.add(target=str(target), settings=settings())
-        live = session.start_live(target)
-        session.console.line(table.round_header())
-        self._interrupts.run(self._learn(live))
+        live = session.start_live(target, draft=self._good if self._learned else None)
+        if not self._learned:
+            session.console.line(table.round_header())
+            self._interrupts.run(self._learn(live))
+        make_useless(self._good, self._useless)
         none = session.start_none(target)
         self._interrupts.run(self._compare(live, none))
 
@@ -91,18 +98,21 @@ class GovernorBenchmark:
             # In batches that pay for no draft the taps see all the same; what the draft learns from is not the question here.
             await learn(self._session, client, budget_s=self._budget_s, cap_s=1.5 * self._budget_s + 120)
             await self._session.freeze(client)
-        make_useless(self._session.live_draft, self._useless)
 
     async def _compare(self, live: Client, none: Client) -> None:
         session, record = self._session, self._session.record
         async with live, none:
-            turns = Turns(none=none, governed=live)
+            await live.train("pause")
+            turns = Slices(
+                none=Side(client=none, processes=session.server_of(none)),
+                governed=Side(client=live, processes=session.server_of(live)),
+            )
             good = {load.name: await self._against(turns, live, load, regret=True) for load in self._loads}
             await self._stale(turns, live)
             stale = self.result.pop("stale")
             await live.publish(self._useless)
             useless = {load.name: await self._against(turns, live, load, regret=False) for load in self._loads}
-            await live.publish(session.live_draft)
+            await live.publish(self._good)
             soak = await self._soak(live)
             report = await live.speculate(None)
         bounds = [found["lower"] for found in (*good.values(), *useless.values(), *stale.values())]
@@ -126,58 +136,50 @@ class GovernorBenchmark:
         start = index % GROUPS * count
         return [self._prompts[(start + i) % len(self._prompts)] for i in range(count)]
 
-    async def _against(self, turns: Turns, live: Client, load: Load, *, regret: bool) -> dict[str, Any]:
-        """One load's pairs: governed and none in each, and every fixed number of tokens in every second."""
-        console = self._session.console
-        for index in range(WARM_TURNS * GROUPS):
-            console.progress(f"       {load.name}: warm-up {index + 1} of {WARM_TURNS * GROUPS}")
-            await turns.take(GOVERNED, load, self._group(load, index))
-            if index < GROUPS:
-                await turns.take(NONE, load, self._group(load, index))
-        most = (await live.status())["num_speculative_tokens"]
+    async def _against(self, turns: Slices, live: Client, load: Load, *, regret: bool) -> dict[str, Any]:
+        """One load's pairs: governed beside none, and for the regret every fixed number of tokens beside none, half as often."""
+        console, most = self._session.console, (await live.status())["num_speculative_tokens"]
         fixes = [fixed(k) for k in range(most + 1)] if regret else []
-        against: dict[str, Ratios] = {arm: Ratios() for arm in (NONE, *fixes)}
-        pair = 0
-        while pair < 2 * self._pairs and (pair < self._pairs or against[NONE].half_width > PRECISE):
-            console.progress(f"       {load.name}: pair {pair + 1}, {len(against[NONE].logs)} done")
-            arms = [NONE, GOVERNED]
-            if pair % 2 == 0 and pair < self._pairs:
-                arms += fixes
-            # Each arm comes first as often as last, and never always after the same one.
-            arms = arms if pair % 4 < 2 else arms[::-1]
-            speeds = {arm: await turns.take(arm, load, self._group(load, pair)) for arm in arms}
-            for arm in arms:
-                if arm != GOVERNED:
-                    against[arm].add(speeds[GOVERNED] / speeds[arm])
-            self._session.record.event("pair", load=load.name, pair=pair, tokens_per_s=speeds)
-            pair += 1
-        found: dict[str, Any] = {
-            "ratio": round(against[NONE].mean, 4),
-            "lower": round(against[NONE].lower, 4),
-            "pairs": len(against[NONE].logs),
-        }
+        against = {arm: Ratios() for arm in (GOVERNED, *fixes)}
+        governed = against[GOVERNED]
+        async with turns:
+            for index in range(WARM_TURNS * GROUPS):
+                console.progress(f"       {load.name}: warm-up {index + 1} of {WARM_TURNS * GROUPS}")
+                await turns.alone(GOVERNED, load, self._group(load, index))
+            await turns.alone(NONE, load, self._group(load, 0))
+            pair = 0
+            while pair < 2 * self._pairs and (pair < self._pairs or governed.half_width > PRECISE):
+                console.progress(f"       {load.name}: pair {pair + 1}, governed over none {governed.mean:.3f} so far")
+                for arm in (GOVERNED, *fixes) if pair % 2 == 0 and pair < self._pairs else (GOVERNED,):
+                    ratio = await turns.ratio(arm, load, self._group(load, pair), first=pair % 4 < 2)
+                    against[arm].add(ratio)
+                    self._session.record.event("pair", load=load.name, pair=pair, arm=arm, ratio=ratio)
+                pair += 1
+        found: dict[str, Any] = {"ratio": round(governed.mean, 4), "lower": round(governed.lower, 4), "pairs": len(governed.logs)}
         if fixes:
-            # Against the fixed number that was fastest: its speed over the governed one's.
-            by_tokens = {arm: 1 / against[arm].mean for arm in fixes}
-            best = max(by_tokens, key=lambda arm: by_tokens[arm])
-            found |= {"regret": round(by_tokens[best] - 1, 4), "best_fixed": int(best.rpartition(" ")[2])}
+            best = max(fixes, key=lambda arm: against[arm].mean)
+            found |= {
+                "regret": round(against[best].mean / governed.mean - 1, 4),
+                "best_fixed": int(best.rpartition(" ")[2]),
+                "fixed": [round(against[arm].mean, 4) for arm in fixes],
+            }
         console.clear()
         console.line(f"{load.name}: {found}")
         return found
 
-    async def _stale(self, turns: Turns, live: Client) -> None:
-        """The draft becomes useless between two turns; all turns from there on count."""
+    async def _stale(self, turns: Slices, live: Client) -> None:
+        """The draft becomes useless between two batches; all pairs from there on count."""
         found = {}
         for load in self._loads[:2]:
             ratios = Ratios()
-            await live.publish(self._session.live_draft)
-            for index in range(STALE_AFTER + STALE_TURNS):
-                if index == STALE_AFTER:
-                    await live.publish(self._useless)
-                arms = [NONE, GOVERNED] if index % 2 else [GOVERNED, NONE]
-                speeds = {arm: await turns.take(arm, load, self._group(load, index)) for arm in arms}
-                if index >= STALE_AFTER:
-                    ratios.add(speeds[GOVERNED] / speeds[NONE])
+            await live.publish(self._good)
+            async with turns:
+                for index in range(STALE_AFTER):
+                    await turns.alone(GOVERNED, load, self._group(load, index))
+            await live.publish(self._useless)
+            async with turns:
+                for index in range(STALE_PAIRS):
+                    ratios.add(await turns.ratio(GOVERNED, load, self._group(load, index), first=index % 2 == 0))
             found[load.name] = {"ratio": round(ratios.mean, 4), "lower": round(ratios.lower, 4), "pairs": len(ratios.logs)}
             self._session.console.line(f"{load.name}, stale: {found[load.name]}")
         self.result["stale"] = found
@@ -231,6 +233,7 @@ def parser() -> argparse.ArgumentParser:
         "--batches", default=",".join(map(str, LENGTHS)), metavar="A,B", help="batch sizes, of %(default)s, which is the default"
     )
     made.add_argument("--soak-minutes", type=float, default=30.0, metavar="M", help="of draining batches, at the end (default 30)")
+    made.add_argument("--learned", type=Path, metavar="DIR", help="a draft checkpoint that learned already, instead of learning")
     rhythm_arguments(made)
     return made
 
@@ -253,11 +256,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     def make(session: Session, interrupts: Interrupts) -> GovernorBenchmark:
         return GovernorBenchmark(
             session=session, interrupts=interrupts, idle_minutes=options.idle_minutes, pairs=options.pairs,
-            soak_minutes=options.soak_minutes, batches=batches,
+            soak_minutes=options.soak_minutes, batches=batches, learned=options.learned,
         )  # fmt: skip
 
     return played.play(
-        "governor", options, arguments, title="Governor", kind=kind, rhythm=rhythm, governor=True, make=make,
+        "governor", options, arguments, title="Governor", kind=kind, rhythm=rhythm, governor=True, environment=DEVELOPER, make=make,
         prompts=lambda: PromptSource(evaluation=GROUPS * max(LENGTHS), seed=options.seed),
     )  # fmt: skip
 

@@ -46,6 +46,7 @@ def play(
     make: Callable[[Session, Interrupts], Played],
     config: Mapping[str, Any] | None = None,
     governor: bool = False,
+    environment: Mapping[str, str] | None = None,
     server_options: Callable[[Path], Sequence[str]] = lambda run: (),
 ) -> int:
     """Run it and print its result; returns the exit code: 0, 1 after an error, 130 after Ctrl-C or SIGTERM.
@@ -56,7 +57,7 @@ def play(
         kind: draft type of the first draft.
         prompts: made when a missing package can be told of.
         config: for the record; by default the options.
-        governor: see `Session`.
+        governor, environment: see `Session`.
         server_options: of the specdraft server, by the run's directory.
     """
     console = Console(sys.stderr)
@@ -72,7 +73,7 @@ def play(
             return EXIT_FAILED
         session = Session(
             record=record, console=console, prompts=source, rhythm=rhythm, kv_gib=options.kv_gib, kind=kind, governor=governor,
-            options=server_options(record.directory),
+            environment=environment, options=server_options(record.directory),
         )  # fmt: skip
         benchmark = make(session, interrupts)
         code = guarded(session, interrupts, lambda: benchmark.play(options.target), title=f"{title}, {record.machine_line}")

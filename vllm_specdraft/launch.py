@@ -111,11 +111,25 @@ class Server:
         """Process id of the server; None when it does not run."""
         return self._process.pid if self._process is not None else None
 
+    def freeze(self) -> None:
+        """Stop all processes where they are: they take no time until `thaw`."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let frozen processes go on; harmless when they run."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
     def stop(self, grace_s: float = 15.0) -> None:
         """End the process and all its descendants: asked first, then forced."""
         process = self._process
         if process is None:
             return
+        self.thaw()
         self._process = None
         family = _family(process.pid)
         with contextlib.suppress(ProcessLookupError):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import rl_loop
-from benchmarks.governing.turns import Ratios
+from benchmarks.governing.ratios import Ratios
 from recipes.tasks import TASKS, Problem, problems
 
 

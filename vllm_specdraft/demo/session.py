@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,6 +46,12 @@ class ServerLike(Protocol):
     def stop(self) -> None:
         """End the process and its children; harmless when it never started."""
 
+    def freeze(self) -> None:
+        """Stop its processes where they are."""
+
+    def thaw(self) -> None:
+        """Let them go on."""
+
     def rss_bytes(self) -> int:
         """Resident memory of the process and its children."""
 
@@ -64,11 +70,12 @@ class Session:
         options: Sequence[str] = (),
         kind: str = DEFAULT_TYPE,
         governor: bool = False,
+        environment: Mapping[str, str] | None = None,
         make_server: Callable[..., ServerLike] | None = None,
     ) -> None:
         """`kv_gib`: KV cache of each server in GiB; fixed, for the second one would find less memory free and choose less.
         `options`: further options of the specdraft server. `kind`: type of the first draft. `governor`: let the server draft only
-        where it pays.
+        where it pays. `environment`: variables that all servers get beside the present ones.
 
         `make_server` builds a server like `vllm_specdraft.launch.Server`, which is the default.
         """
@@ -81,9 +88,10 @@ class Session:
         self.kv_gib, self.kind = kv_gib, kind
         self._options = ("--kv-gib", str(kv_gib))
         self._live_options = (*self._options, *options)
-        self._governor = governor
+        self._governor, self._environment = governor, environment
         self._make_server = make_server or _server_class()
         self._servers: list[ServerLike] = []
+        self._server_of: dict[Client, ServerLike] = {}
         self._published: set[int] = set()
         self._serving: str | None = None
 
@@ -132,13 +140,16 @@ class Session:
             log_path=log_path,
             extra=self._live_options,
             governor=self._governor,
+            environment=self._environment,
             state_dir=self.record.directory / (f"state-{name}" if name else "state"),
         )
         return self._start(server, "the specdraft server (40 to 60 s)", log_path)
 
     def start_none(self, target: Path) -> Client:
         """Start the stock server, without plugin and speculation, and wait until it answers."""
-        server = self._make_server(target, draft=None, log_path=self.none_log, extra=self._options, plain=True)
+        server = self._make_server(
+            target, draft=None, log_path=self.none_log, extra=self._options, plain=True, environment=self._environment
+        )
         return self._start(server, "the stock server for the comparison (30 to 60 s)", self.none_log)
 
     def _start(self, server: ServerLike, what: str, log_path: Path) -> Client:
@@ -148,7 +159,13 @@ class Session:
             server.start()
             server.wait_ready(READY_TIMEOUT_S)
         self.record.event("server_ready", url=server.url, log=log_path.name)
-        return Client(server.url, log_path=log_path)
+        client = Client(server.url, log_path=log_path)
+        self._server_of[client] = server
+        return client
+
+    def server_of(self, client: Client) -> ServerLike:
+        """The server that it speaks to."""
+        return self._server_of[client]
 
     def rss_bytes(self) -> int:
         """Resident memory of the server that was started first."""
