@@ -27,9 +27,9 @@ def install() -> None:
     worker_learns_between_messages()
     engine_core_swaps_at_a_boundary()
     steps_without_drafts_fetch_none()
+    steps_without_drafts_sample_plainly()
     seeded_requests_survive_chunked_prefill()
     sampling_parameters_reach_verified_tokens()
-    steps_without_drafts_take_top_k()
     engine_may_save_before_it_ends()
     answers_know_their_versions()
 
@@ -221,25 +221,27 @@ def sampling_parameters_reach_verified_tokens() -> None:
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 
 
-def steps_without_drafts_take_top_k() -> None:
-    """Leave the constraints of sampling out where there is no verified token to constrain.
+def steps_without_drafts_sample_plainly() -> None:
+    """Sample a step that verifies no draft as an engine without drafts does.
 
-    Why: a step may come to the rejection sampler with no draft at all; vLLM 0.32 then takes the largest top-k of no rows,
-    which raises and ends the engine.
-    Remove when: `apply_sampling_constraints` accepts logits of zero rows.
+    Why: with a speculative configuration vLLM 0.32 takes every step through the rejection sampler. Without a draft in it that
+    copies the logits for nothing, and takes the largest top-k of no rows, which raises and ends the engine.
+    Remove when: vLLM's model runner makes no `SpecDecodeMetadata` for a step without drafts.
     """
-    from vllm.v1.sample import rejection_sampler
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    original = rejection_sampler.apply_sampling_constraints
+    original = GPUModelRunner._sample
     if getattr(original, _MARK, False):
         return
 
     @functools.wraps(original)
-    def apply_sampling_constraints(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return original(logits, *args, **kwargs) if logits.shape[0] else logits
+    def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+        # One row of logits per request, in their order, in either case.
+        without = spec_decode_metadata is not None and spec_decode_metadata.max_spec_len == 0
+        return original(self, logits, None if without else spec_decode_metadata)
 
-    setattr(apply_sampling_constraints, _MARK, True)
-    rejection_sampler.apply_sampling_constraints = apply_sampling_constraints
+    setattr(_sample, _MARK, True)
+    GPUModelRunner._sample = _sample
 
 
 def engine_may_save_before_it_ends() -> None:

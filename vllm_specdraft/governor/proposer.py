@@ -36,24 +36,53 @@ class GovernedProposer:
             self.gaps.skipped(state.spec_decode_common_attn_metadata)
         return output
 
-    def _on_plan(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def _on_plan(
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: Any,
+        sampling_metadata: Any,
+        hidden_states: torch.Tensor,
+        sample_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        spec_decode_metadata: Any,
+        common_attn_metadata: Any,
+        slot_mappings: Any,
+    ) -> Any:
         self._asked = True
         self._matches = getattr(scheduler_output, plan.FROM_TEXT, False)
-        return self._plan(scheduler_output, *args, **kwargs)
+        none_now = scheduler_output.num_spec_tokens_to_schedule == 0 and not self._matches
+        none_before = spec_decode_metadata is not None and spec_decode_metadata.max_spec_len == 0
+        if none_now and none_before and aux_hidden_states is not None:
+            # Nothing of what vLLM prepares for the draft is needed: every row stands, and its hidden states are kept as they are.
+            rows = scheduler_output.total_num_scheduled_tokens
+            hidden = torch.cat([states[:rows] for states in aux_hidden_states], -1)
+            found = self._before(0, {"common_attn_metadata": common_attn_metadata, "target_hidden_states": hidden})
+            if found is not None:
+                return found
+        return self._plan(
+            scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, sample_hidden_states, aux_hidden_states,
+            spec_decode_metadata, common_attn_metadata, slot_mappings,
+        )  # fmt: skip
 
     def _on_propose(self, num_speculative_tokens: int, **inputs: Any) -> torch.Tensor:
+        found = self._before(num_speculative_tokens, inputs)
+        return found if found is not None else self._propose(num_speculative_tokens=num_speculative_tokens, **inputs)
+
+    def _before(self, tokens: int, inputs: dict[str, Any]) -> torch.Tensor | None:
+        """What a step without the draft proposes; None: the draft has to be asked, and has made up for what it missed."""
+        if self._broken:
+            return None
         # A guest in the engine's step: what it raises must not end the step, only its own part.
-        if not self._broken:
-            try:
-                if num_speculative_tokens == 0 or self._matches:
-                    proposed = self._without_draft(num_speculative_tokens, inputs)
-                    self.gaps.leave_out(inputs)
-                    return proposed
-                self.gaps.make_up(inputs)
-            except Exception:
-                logger.exception("the draft runs in every step from here on: keeping what it is left out of failed")
-                self._broken = True
-        return self._propose(num_speculative_tokens=num_speculative_tokens, **inputs)
+        try:
+            if tokens == 0 or self._matches:
+                proposed = self._without_draft(tokens, inputs)
+                self.gaps.leave_out(inputs)
+                return proposed
+            self.gaps.make_up(inputs)
+        except Exception:
+            logger.exception("the draft runs in every step from here on: keeping what it is left out of failed")
+            self._broken = True
+        return None
 
     def _without_draft(self, tokens: int, inputs: dict[str, Any]) -> torch.Tensor:
         """``[requests, tokens]``, padded with -1."""
