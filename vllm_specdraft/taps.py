@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from trainer_bridge.taps import TapSample
@@ -30,37 +31,38 @@ class _Rows:
 
     def __init__(self, width: int, limit: int, chain: PrefixChain) -> None:
         """`limit`: positions from this one on are not kept."""
-        self._data = torch.empty(min(256, limit), width)
-        self._known = torch.zeros(self._data.shape[0], dtype=torch.bool)
+        # NumPy: a step writes a row for each request, and a small write through torch takes several times as long.
+        self._data = np.empty((min(256, limit), width), np.float32)
+        self._known = np.zeros(len(self._data), bool)
         self._limit = limit
         self.chain = chain
         self.indexed = 0
         """Blocks of the prompt that the prefix index knows of."""
 
-    def write(self, start: int, rows: torch.Tensor) -> None:
+    def write(self, start: int, rows: np.ndarray) -> None:
         rows = rows[: max(0, self._limit - start)]
-        stop = start + rows.shape[0]
-        if stop > self._data.shape[0]:
-            capacity = min(self._limit, max(stop, 2 * self._data.shape[0]))
-            data, known = torch.empty(capacity, self._data.shape[1]), torch.zeros(capacity, dtype=torch.bool)
-            data[: self._data.shape[0]], known[: self._known.shape[0]] = self._data, self._known
+        stop = start + len(rows)
+        if stop > len(self._data):
+            capacity = min(self._limit, max(stop, 2 * len(self._data)))
+            data, known = np.empty((capacity, self._data.shape[1]), np.float32), np.zeros(capacity, bool)
+            data[: len(self._data)], known[: len(self._known)] = self._data, self._known
             self._data, self._known = data, known
         self._data[start:stop] = rows
         self._known[start:stop] = True
 
     def grows_at(self, stop: int) -> bool:
         """Whether rows up to `stop` need more memory than the store has."""
-        return min(stop, self._limit) > self._data.shape[0]
+        return min(stop, self._limit) > len(self._data)
 
     def first_rows(self, count: int) -> torch.Tensor | None:
         """Rows ``0..count-1``, or None when one of them was never seen."""
-        if count > self._data.shape[0] or not bool(self._known[:count].all()):
+        if count > len(self._data) or not self._known[:count].all():
             return None
-        return self._data[:count].clone()
+        return torch.from_numpy(self._data[:count].copy())
 
     @property
     def nbytes(self) -> int:
-        return self._data.numel() * self._data.element_size()
+        return self._data.nbytes
 
 
 @dataclass(kw_only=True)
@@ -157,6 +159,7 @@ class EngineTap:
             final: ``[tokens, hidden]``, after the target's final norm.
         """
         holes: list[tuple[StepRows, int]] = []
+        found: np.ndarray | None = None
         for part in parts:
             self._count(part)
             if part.request_id in self._untapped or part.start >= self._max_sample_tokens:
@@ -177,7 +180,10 @@ class EngineTap:
             elif store.grows_at(part.start + standing) and self.running_bytes > self._limit_bytes:
                 self._give_up(part.request_id, "tap_memory")
                 continue
-            store.write(part.start, torch.cat([*(tap[rows] for tap in taps), final[rows]], -1).float())
+            if found is None:
+                # All rows of the step at once, and only when somebody wants some.
+                found = torch.cat([*taps, final], -1).float().cpu().numpy()
+            store.write(part.start, found[rows])
             if not holes or holes[-1][0] is not part:
                 self._index(store, min(part.start + standing, len(part.prompt_ids)))
         self._fill(holes)
@@ -205,11 +211,11 @@ class EngineTap:
             left = []
             for part, standing in holes:
                 store = self._rows[part.request_id]
-                found = self._prefixes.find(store.chain, part.start)
-                if found is None:
+                first = self._prefixes.find(store.chain, part.start)
+                if first is None:
                     left.append((part, standing))
                     continue
-                store.write(0, found)
+                store.write(0, first.numpy())
                 self.filled_rows += part.start
                 self._index(store, min(part.start + standing, len(part.prompt_ids)))
             if len(left) == len(holes):

@@ -86,14 +86,15 @@ class DraftGaps:
         if self._rows is None:
             self._allocate(hidden)
         bounds = metadata.query_start_loc_cpu.numpy()
-        rows = np.arange(bounds[-1])
+        slots = metadata.slot_mapping[: bounds[-1]].cpu().numpy()
+        hidden = hidden[: bounds[-1]]
         refused = inputs.get("num_rejected_tokens_gpu")
         if refused is not None:
             # The last rows of each request are drafts that did not stand.
             ends = np.repeat(bounds[1:] - refused.cpu().numpy()[: len(bounds) - 1], np.diff(bounds))
-            rows = rows[rows < ends]
-        slots = metadata.slot_mapping[: bounds[-1]].cpu().numpy()[rows]
-        self._keep(slots, hidden[torch.from_numpy(rows)] if len(rows) < hidden.shape[0] else hidden[: len(rows)])
+            rows = np.flatnonzero(np.arange(bounds[-1]) < ends)
+            slots, hidden = slots[rows], hidden[torch.from_numpy(rows)]
+        self._keep(slots, hidden)
         for request_id in self._runner.input_batch.req_ids:
             self._whole.pop(request_id, None)
         self.counters.steps_without_draft += 1
@@ -103,14 +104,25 @@ class DraftGaps:
         if (over := len(slots) - len(self._slot_of)) > 0:
             self._lose(slots[:over])
             slots, hidden = slots[over:], hidden[over:]
-        taken = (self._next + np.arange(len(slots))) % len(self._slot_of)
+        # In two parts where the end of the memory comes between.
+        while len(slots):
+            part = min(len(slots), len(self._slot_of) - self._next)
+            self._write(self._next, slots[:part], hidden[:part])
+            self._next = (self._next + part) % len(self._slot_of)
+            slots, hidden = slots[part:], hidden[part:]
+
+    def _write(self, start: int, slots: np.ndarray, hidden: torch.Tensor) -> None:
+        assert self._rows is not None
+        stop = start + len(slots)
+        taken = np.arange(start, stop)
         # The oldest make room.
-        before = self._slot_of[taken]
-        self._lose(before[(before >= 0) & (self._row_of[np.maximum(before, 0)] == taken)])
-        self._held += len(slots) - int((self._row_of[slots] >= 0).sum())
-        self._row_of[slots], self._slot_of[taken] = taken, slots
-        self._rows[torch.from_numpy(taken)] = hidden
-        self._next = (self._next + len(slots)) % len(self._slot_of)
+        before = self._slot_of[start:stop]
+        if before[-1] >= 0:
+            self._lose(before[(before >= 0) & (self._row_of[np.maximum(before, 0)] == taken)])
+        self._held += len(slots) - int(np.count_nonzero(self._row_of[slots] >= 0))
+        self._row_of[slots] = taken
+        self._slot_of[start:stop] = slots
+        self._rows[start:stop] = hidden
         self.counters.kept_rows += len(slots)
 
     def _lose(self, slots: np.ndarray) -> None:
