@@ -165,6 +165,7 @@ class GovernorBenchmark:
             }
         console.clear()
         console.line(f"{load.name}: {found}")
+        self._session.record.event("governor", load=load.name, **await live.speculate(None))
         return found
 
     async def _stale(self, turns: Slices, live: Client) -> None:

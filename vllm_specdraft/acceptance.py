@@ -1,7 +1,8 @@
 """Acceptance as the engine itself measures it, request by request, for the served draft and the one before it.
 
 The gate expects; this is what came of it. Steps of one request are not independent of each other, so the unit of the
-uncertainty is the request.
+uncertainty is the request. Steps verify as many draft tokens as pays at the moment: a step of three also says what two would have
+given, and two drafts are compared by the largest number that both were measured with.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class MeasuredAcceptance:
     """Tokens per target step that verified drafts, bonus token included."""
     standard_error: float
     """Of `length`; infinite with fewer than two requests."""
+    draft_tokens: int
+    """Per step, of which `length` counts those that stood."""
     requests: int
     steps: int
 
@@ -34,8 +37,10 @@ class MeasuredAcceptance:
         return self.requests >= ENOUGH_REQUESTS and self.steps >= ENOUGH_STEPS
 
 
-def measured(requests: Iterable[tuple[int, int]]) -> MeasuredAcceptance | None:
+def measured(requests: Iterable[tuple[int, int]], *, draft_tokens: int) -> MeasuredAcceptance | None:
     """Accepted length over requests of ``(draft steps, accepted draft tokens)``; None without a step.
+
+    `draft_tokens`: of each step.
 
     The error is that of a ratio of sums over independent requests.
     """
@@ -47,7 +52,20 @@ def measured(requests: Iterable[tuple[int, int]]) -> MeasuredAcceptance | None:
     count = len(pairs)
     squares = sum((a - rate * s) ** 2 for s, a in pairs)
     error = math.sqrt(squares * count / (count - 1)) / steps if count > 1 else math.inf
-    return MeasuredAcceptance(length=1 + rate, standard_error=error, requests=count, steps=steps)
+    return MeasuredAcceptance(length=1 + rate, standard_error=error, draft_tokens=draft_tokens, requests=count, steps=steps)
+
+
+class _Counts:
+    """One request's."""
+
+    def __init__(self, most: int) -> None:
+        self.steps, self.accepted = [0] * most, [0] * most
+        """By number of draft tokens, from one on."""
+
+    def add(self, drafted: int, accepted: int) -> None:
+        for index in range(min(drafted, len(self.steps))):
+            self.steps[index] += 1
+            self.accepted[index] += min(accepted, index + 1)
 
 
 class AcceptanceLog:
@@ -56,18 +74,18 @@ class AcceptanceLog:
     A request that runs across a swap goes on with the old draft's KV cache: what it accepts then belongs to neither.
     """
 
-    def __init__(self) -> None:
-        self._running: dict[str, tuple[int, int]] = {}
+    def __init__(self, most: int) -> None:
+        """`most`: draft tokens per step."""
+        self._most = most
+        self._running: dict[str, _Counts] = {}
         self._across: set[str] = set()
-        self._served: deque[tuple[int, int]] = deque(maxlen=KEPT_REQUESTS)
-        self._before: deque[tuple[int, int]] = deque(maxlen=KEPT_REQUESTS)
+        self._served: deque[_Counts] = deque(maxlen=KEPT_REQUESTS)
+        self._before: deque[_Counts] = deque(maxlen=KEPT_REQUESTS)
 
-    def step(self, request_id: str, accepted: int) -> None:
-        """One target step of a request verified drafts; `accepted` of them stood."""
-        if request_id in self._across:
-            return
-        steps, total = self._running.get(request_id, (0, 0))
-        self._running[request_id] = (steps + 1, total + accepted)
+    def step(self, request_id: str, accepted: int, *, drafted: int) -> None:
+        """One target step of a request verified so many draft tokens; `accepted` of them stood."""
+        if request_id not in self._across:
+            self._running.setdefault(request_id, _Counts(self._most)).add(drafted, accepted)
 
     def finish(self, request_id: str) -> None:
         """The request ended."""
@@ -83,8 +101,7 @@ class AcceptanceLog:
         self._served.extend(self._running.values())
         self._across.update(self._running)
         self._running.clear()
-        found = measured(self._served)
-        was_measured = found is not None and found.is_enough
+        was_measured = any(_is_enough(self._at(self._served, tokens)) for tokens in self._numbers())
         if was_measured or not self._before:
             self._before = self._served
         self._served = deque(maxlen=KEPT_REQUESTS)
@@ -97,10 +114,25 @@ class AcceptanceLog:
         self._served.clear()
         self._before = deque(maxlen=KEPT_REQUESTS)
 
-    def served(self) -> MeasuredAcceptance | None:
-        """The served draft, over finished requests."""
-        return measured(self._served)
+    def compared(self) -> tuple[MeasuredAcceptance | None, MeasuredAcceptance | None]:
+        """The last draft before the served one that saw enough traffic, as it was when it was replaced; and the served one, over
+        finished requests. Of as many draft tokens as both saw enough steps of, else of as many as either was measured with."""
+        pairs = [(self._at(self._before, tokens), self._at(self._served, tokens)) for tokens in self._numbers()]
+        for rule in (all, any):
+            for pair in pairs:
+                if rule(_is_enough(one) for one in pair):
+                    return pair
+        return next((pair for pair in pairs if pair != (None, None)), (None, None))
 
-    def before(self) -> MeasuredAcceptance | None:
-        """The last draft before it that saw enough traffic, as it was when it was replaced."""
-        return measured(self._before)
+    def _numbers(self) -> range:
+        """Of draft tokens, the largest first."""
+        return range(self._most, 0, -1)
+
+    @staticmethod
+    def _at(requests: Iterable[_Counts], tokens: int) -> MeasuredAcceptance | None:
+        pairs = ((counts.steps[tokens - 1], counts.accepted[tokens - 1]) for counts in requests)
+        return measured(pairs, draft_tokens=tokens)
+
+
+def _is_enough(found: MeasuredAcceptance | None) -> bool:
+    return found is not None and found.is_enough

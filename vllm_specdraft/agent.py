@@ -323,8 +323,8 @@ class WorkerAgent:
         """Ask for a rollback when the draft published last accepts less, in the engine, than the one before it did."""
         if not self.on_probation or self.rollback_wanted is not None:
             return
-        log = self.tap.collector.acceptance
-        found = probation(log.before(), log.served(), margin=self.config.rollback_margin)
+        before, served = self.tap.collector.acceptance.compared()
+        found = probation(before, served, margin=self.config.rollback_margin)
         if found is Probation.FAILED:
             self.rollback_wanted = self.slots.served.version
         elif found is Probation.PASSED:

@@ -100,6 +100,7 @@ def _finite(value: Any) -> Any:
 
 def _status(agent: Agent) -> dict[str, Any]:
     counters, slot = agent.tap.collector.counters, agent.slots.served
+    before, served = agent.tap.collector.acceptance.compared()
     return {
         "unix_time_s": time.time(),
         "policy_version": agent.policy_version,
@@ -116,10 +117,7 @@ def _status(agent: Agent) -> dict[str, Any]:
         "num_speculative_tokens": agent.config.num_speculative_tokens,
         "accepted_length": agent.recent.length(counters),
         "accepted_per_position": counters.per_position,
-        "measured": {
-            "served": _measured(agent.tap.collector.acceptance.served()),
-            "before": _measured(agent.tap.collector.acceptance.before()),
-        },
+        "measured": {"served": _measured(served), "before": _measured(before)},
         "counters": {
             "draft_steps": counters.draft_steps,
             "drafted_tokens": counters.drafted_tokens,
@@ -153,6 +151,7 @@ def _measured(found: MeasuredAcceptance | None) -> dict[str, Any] | None:
     return {
         "length": found.length,
         "standard_error": found.standard_error,
+        "draft_tokens": found.draft_tokens,
         "requests": found.requests,
         "steps": found.steps,
     }

@@ -131,13 +131,12 @@ class EngineTap:
         self.enabled = True
         """False: requests that start now are not tapped. Acceptance is counted all the same."""
         self.counters = TapCounters(per_position=[0] * num_speculative_tokens)
-        self.acceptance = AcceptanceLog()
+        self.acceptance = AcceptanceLog(num_speculative_tokens)
         self.dropped: Counter[str] = Counter()
         self.filled_rows = 0
         """Prompt rows that came from another request."""
         self.cut_samples = 0
         """Samples of which only the first `max_sample_tokens` tokens were kept."""
-        self._num_speculative_tokens = num_speculative_tokens
         self._policy_version, self._deliver = policy_version, deliver
         self._max_sample_tokens, self._limit_bytes = max_sample_tokens, limit_bytes
         self._prefixes = PrefixIndex()
@@ -246,9 +245,7 @@ class EngineTap:
         counters.draft_steps += 1
         counters.drafted_tokens += part.num_drafts
         counters.accepted_tokens += accepted
-        if part.num_drafts == self._num_speculative_tokens:
-            # A large batch is drafted for with fewer tokens: its steps say nothing about how good the draft is.
-            self.acceptance.step(part.request_id, accepted)
+        self.acceptance.step(part.request_id, accepted, drafted=part.num_drafts)
         for position in range(min(accepted, len(counters.per_position))):
             counters.per_position[position] += 1
 

@@ -12,11 +12,11 @@ from vllm_specdraft.gate import Gate, Patience, Probation, Verdict, probation
 
 
 def acceptance(length: float, error: float = 0.01, *, requests: int = 20, steps: int = 1000) -> MeasuredAcceptance:
-    return MeasuredAcceptance(length=length, standard_error=error, requests=requests, steps=steps)
+    return MeasuredAcceptance(length=length, standard_error=error, draft_tokens=3, requests=requests, steps=steps)
 
 
 def test_the_length_is_over_steps_not_over_requests() -> None:
-    found = measured([(10, 20), (30, 0)])
+    found = measured([(10, 20), (30, 0)], draft_tokens=3)
     assert found is not None
     assert (found.length, found.requests, found.steps) == (1.5, 2, 40)
 
@@ -24,7 +24,7 @@ def test_the_length_is_over_steps_not_over_requests() -> None:
 def test_the_error_is_the_textbook_one_for_requests_of_one_length() -> None:
     """Steps per request equal: the ratio's error is the standard error of the mean of the requests' rates."""
     rates = [0.5, 1.0, 0.25, 0.75, 0.9]
-    found = measured([(100, round(100 * rate)) for rate in rates])
+    found = measured([(100, round(100 * rate)) for rate in rates], draft_tokens=3)
     mean = sum(rates) / len(rates)
     spread = math.sqrt(sum((rate - mean) ** 2 for rate in rates) / (len(rates) - 1))
     assert found is not None
@@ -32,33 +32,33 @@ def test_the_error_is_the_textbook_one_for_requests_of_one_length() -> None:
 
 
 def test_nothing_measured_is_none_and_one_request_has_no_error() -> None:
-    assert measured([]) is None
-    assert measured([(0, 0)]) is None
-    found = measured([(5, 5)])
+    assert measured([], draft_tokens=3) is None
+    assert measured([(0, 0)], draft_tokens=3) is None
+    found = measured([(5, 5)], draft_tokens=3)
     assert found is not None
     assert found.standard_error == math.inf
 
 
 def test_each_draft_has_the_steps_it_drafted_for() -> None:
     """A request in the middle of a swap counts for the old one only, and only until then: its KV cache is the old draft's."""
-    log = AcceptanceLog()
+    log = AcceptanceLog(3)
     for accepted in (3, 3):
-        log.step("a", accepted)
-    log.step("b", 1)
+        log.step("a", accepted, drafted=3)
+    log.step("b", 1, drafted=3)
     log.finish("b")
     log.draft_changed()
-    log.step("a", 0)
+    log.step("a", 0, drafted=3)
     log.finish("a")
     log.finish("never seen")
-    log.step("c", 2)
+    log.step("c", 2, drafted=3)
     log.finish("c")
-    before, served = log.before(), log.served()
+    before, served = log.compared()
     assert before is not None and served is not None
     assert (before.requests, before.steps, before.length) == (2, 3, pytest.approx(1 + 7 / 3))
     assert (served.requests, served.steps, served.length) == (1, 1, 3.0)
-    log.step("a", 1)
+    log.step("a", 1, drafted=3)
     log.finish("a")
-    again = log.served()
+    _, again = log.compared()
     assert again is not None
     assert again.requests == 2, "the name is free again"
 
@@ -127,20 +127,46 @@ def test_progress_keeps_it_learning_and_a_candidate_that_nobody_publishes_does_n
 
 def test_a_draft_that_saw_no_traffic_is_not_what_the_next_one_is_compared_with() -> None:
     """Two drafts published in one pause: the second is judged against the last that was measured."""
-    log = AcceptanceLog()
+    log = AcceptanceLog(3)
     for request in range(10):
         for _ in range(25):
-            log.step(str(request), 2)
+            log.step(str(request), 2, drafted=3)
         log.finish(str(request))
     assert log.draft_changed() is True
     assert log.draft_changed() is False
-    before = log.before()
+    before, _ = log.compared()
     assert before is not None
     assert (before.length, before.requests) == (3.0, 10)
-    log.step("few", 0)
+    log.step("few", 0, drafted=3)
     log.finish("few")
     assert log.draft_changed() is False
-    assert log.before() == before
+    assert log.compared()[0] == before
+
+
+def test_two_drafts_are_compared_by_the_largest_number_of_tokens_that_both_were_measured_with() -> None:
+    """Three at first; later two pay, of which a step of three says as much as a step of two."""
+    log = AcceptanceLog(3)
+
+    def requests(drafted: int, accepted: int) -> None:
+        for request in range(10):
+            for _ in range(25):
+                log.step(str(request), accepted, drafted=drafted)
+            log.finish(str(request))
+
+    requests(3, 3)
+    assert log.draft_changed()
+    before, served = log.compared()
+    assert before is not None and served is None
+    assert (before.draft_tokens, before.length) == (3, 4.0)
+    requests(2, 1)
+    log.step("once more with all", 3, drafted=3)
+    log.finish("once more with all")
+    before, served = log.compared()
+    assert before is not None and served is not None
+    assert (before.draft_tokens, before.length, before.steps) == (2, 3.0, 250)
+    assert (served.draft_tokens, served.steps) == (2, 251)
+    assert served.length == pytest.approx(1 + (250 * 1 + 2) / 251)
+    assert probation(before, served, margin=0.02) is Probation.FAILED
 
 
 def test_a_tenth_of_many_samples_must_be_new() -> None:
