@@ -81,6 +81,8 @@ class AcceptanceLog:
         self._across: set[str] = set()
         self._served: deque[_Counts] = deque(maxlen=KEPT_REQUESTS)
         self._before: deque[_Counts] = deque(maxlen=KEPT_REQUESTS)
+        self._compared: tuple[MeasuredAcceptance | None, MeasuredAcceptance | None] | None = None
+        """None: to be computed anew."""
 
     def step(self, request_id: str, accepted: int, *, drafted: int) -> None:
         """One target step of a request verified so many draft tokens; `accepted` of them stood."""
@@ -92,6 +94,7 @@ class AcceptanceLog:
         self._across.discard(request_id)
         if (counts := self._running.pop(request_id, None)) is not None:
             self._served.append(counts)
+            self._compared = None
 
     def draft_changed(self) -> bool:
         """Another draft serves from here on; what running requests showed so far belongs to the old one.
@@ -105,6 +108,7 @@ class AcceptanceLog:
         if was_measured or not self._before:
             self._before = self._served
         self._served = deque(maxlen=KEPT_REQUESTS)
+        self._compared = None
         return was_measured
 
     def policy_changed(self) -> None:
@@ -113,10 +117,16 @@ class AcceptanceLog:
         self._running.clear()
         self._served.clear()
         self._before = deque(maxlen=KEPT_REQUESTS)
+        self._compared = None
 
     def compared(self) -> tuple[MeasuredAcceptance | None, MeasuredAcceptance | None]:
         """The last draft before the served one that saw enough traffic, as it was when it was replaced; and the served one, over
         finished requests. Of as many draft tokens as both saw enough steps of, else of as many as either was measured with."""
+        if self._compared is None:
+            self._compared = self._compare()
+        return self._compared
+
+    def _compare(self) -> tuple[MeasuredAcceptance | None, MeasuredAcceptance | None]:
         pairs = [(self._at(self._before, tokens), self._at(self._served, tokens)) for tokens in self._numbers()]
         for rule in (all, any):
             for pair in pairs:
