@@ -19,11 +19,13 @@ class Servers:
         """State directory of specdraft servers that are made from now on; None: the session's choice."""
         self._made: dict[bool, Server] = {}
 
-    def __call__(self, target: Path, *, plain: bool = False, **options: Any) -> Server:
+    def __call__(
+        self, target: Path, *, plain: bool = False, environment: Mapping[str, str] | None = None, **options: Any
+    ) -> Server:
         """A server like `vllm_specdraft.launch.Server`."""
         if self.state_dir is not None and not plain:
             options["state_dir"] = self.state_dir
-        environment = self.plain_environment if plain else self.environment
+        environment = {**(environment or {}), **(self.plain_environment if plain else self.environment)}
         self._made[plain] = server = Server(target, plain=plain, environment=environment, **options)
         return server
 
