@@ -104,8 +104,8 @@ class GovernorBenchmark:
         async with live, none:
             await live.train("pause")
             turns = Slices(
-                none=Side(client=none, processes=session.server_of(none)),
-                governed=Side(client=live, processes=session.server_of(live)),
+                none=Side(client=none, server=session.server_of(none)),
+                governed=Side(client=live, server=session.server_of(live)),
             )
             good = {load.name: await self._against(turns, live, load, regret=True) for load in self._loads}
             await self._stale(turns, live)

@@ -19,7 +19,8 @@ TRANSFER_BACKEND = "specdraft"
 """Name of our backend among vLLM's for weight transfer."""
 GRACE_S = 10.0
 """Longest that a stopping server waits for its engine, in seconds."""
-_MARK = "_specdraft_patched"
+_MARK = "_specdraft_patches"
+"""Attribute of a patched function: the names of the patches in it."""
 
 
 def install() -> None:
@@ -34,6 +35,16 @@ def install() -> None:
     answers_know_their_versions()
 
 
+def _has(function: Any, patch: str) -> bool:
+    """Whether `patch` is in a function already. By name: a method may be inherited with another patch in it."""
+    return patch in getattr(function, _MARK, ())
+
+
+def _mark(function: Any, patch: str) -> None:
+    # What `functools.wraps` took over names the patches inside.
+    setattr(function, _MARK, (*getattr(function, _MARK, ()), patch))
+
+
 def worker_learns_between_messages() -> None:
     """Let a worker train the draft while no message waits for it.
 
@@ -44,7 +55,7 @@ def worker_learns_between_messages() -> None:
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
     original = WorkerProc.worker_busy_loop
-    if getattr(original, _MARK, False):
+    if _has(original, "worker_learns_between_messages"):
         return
 
     @functools.wraps(original)
@@ -64,7 +75,7 @@ def worker_learns_between_messages() -> None:
         finally:
             agent.close()
 
-    setattr(worker_busy_loop, _MARK, True)
+    _mark(worker_busy_loop, "worker_learns_between_messages")
     WorkerProc.worker_busy_loop = worker_busy_loop
 
 
@@ -156,7 +167,7 @@ def steps_without_drafts_fetch_none() -> None:
     from vllm.v1.engine.core import EngineCore
 
     original = EngineCore.post_step
-    if getattr(original, _MARK, False):
+    if _has(original, "steps_without_drafts_fetch_none"):
         return
 
     @functools.wraps(original)
@@ -165,7 +176,7 @@ def steps_without_drafts_fetch_none() -> None:
         if drafted is None or drafted():
             original(self, model_executed)
 
-    setattr(post_step, _MARK, True)
+    _mark(post_step, "steps_without_drafts_fetch_none")
     EngineCore.post_step = post_step
 
 
@@ -179,7 +190,7 @@ def seeded_requests_survive_chunked_prefill() -> None:
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     sample, bookkeep = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
-    if getattr(sample, _MARK, False):
+    if _has(sample, "seeded_requests_survive_chunked_prefill"):
         return
 
     @functools.wraps(sample)
@@ -200,7 +211,7 @@ def seeded_requests_survive_chunked_prefill() -> None:
         finally:
             self.input_batch.generators = generators
 
-    setattr(_sample, _MARK, True)
+    _mark(_sample, "seeded_requests_survive_chunked_prefill")
     CPUModelRunner._sample = _sample
     CPUModelRunner._bookkeeping_sync = _bookkeeping_sync
 
@@ -231,7 +242,7 @@ def steps_without_drafts_sample_plainly() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     original = GPUModelRunner._sample
-    if getattr(original, _MARK, False):
+    if _has(original, "steps_without_drafts_sample_plainly"):
         return
 
     @functools.wraps(original)
@@ -240,7 +251,7 @@ def steps_without_drafts_sample_plainly() -> None:
         without = spec_decode_metadata is not None and spec_decode_metadata.max_spec_len == 0
         return original(self, logits, None if without else spec_decode_metadata)
 
-    setattr(_sample, _MARK, True)
+    _mark(_sample, "steps_without_drafts_sample_plainly")
     GPUModelRunner._sample = _sample
 
 
@@ -254,7 +265,7 @@ def engine_may_save_before_it_ends() -> None:
     from vllm.v1.engine import utils
 
     original = utils.get_engine_process_shutdown_timeout
-    if getattr(original, _MARK, False):
+    if _has(original, "engine_may_save_before_it_ends"):
         return
 
     @functools.wraps(original)
@@ -263,7 +274,7 @@ def engine_may_save_before_it_ends() -> None:
             return GRACE_S
         return original(request_timeout, process_timeout)
 
-    setattr(get_engine_process_shutdown_timeout, _MARK, True)
+    _mark(get_engine_process_shutdown_timeout, "engine_may_save_before_it_ends")
     utils.get_engine_process_shutdown_timeout = get_engine_process_shutdown_timeout
     _an_asked_for_end_is_no_error()
 
@@ -295,7 +306,7 @@ def answers_know_their_versions() -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     original = AsyncLLM.generate
-    if getattr(original, _MARK, False):
+    if _has(original, "answers_know_their_versions"):
         return
 
     # No generator itself: requests are counted when they are made, in the order of their prompts, not when they first answer.
@@ -304,7 +315,7 @@ def answers_know_their_versions() -> None:
         outputs, recorder = original(self, *args, **kwargs), answers.RECORDER.get()
         return outputs if recorder is None else recorder.follow(outputs)
 
-    setattr(generate, _MARK, True)
+    _mark(generate, "answers_know_their_versions")
     AsyncLLM.generate = generate
 
 
@@ -323,7 +334,7 @@ def weight_transfer_has_our_backend() -> None:
             TRANSFER_BACKEND, "vllm_specdraft.weight_transfer", "SpecdraftWeightTransferEngine"
         )
     original = EngineCore.collective_rpc
-    if getattr(original, _MARK, False):
+    if _has(original, "weight_transfer_has_our_backend"):
         return
 
     @functools.wraps(original)
@@ -340,7 +351,7 @@ def weight_transfer_has_our_backend() -> None:
             drop_prefix_cache(self.scheduler, label)
         return results
 
-    setattr(collective_rpc, _MARK, True)
+    _mark(collective_rpc, "weight_transfer_has_our_backend")
     EngineCore.collective_rpc = collective_rpc
 
 

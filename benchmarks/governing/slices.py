@@ -13,11 +13,12 @@ import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.governing.ratios import GOVERNED, NONE, Load
 from vllm_specdraft.demo.client import Client, Sampling, gather_or_cancel
 from vllm_specdraft.demo.prompts import Prompt
+from vllm_specdraft.demo.session import ServerLike
 
 SLICE_S = 0.4
 """Of it about 25 ms are the way of the two calls, with either server: a ratio is by so much nearer to 1."""
@@ -25,22 +26,12 @@ DEVELOPER = {"VLLM_SERVER_DEV_MODE": "1"}
 """Environment of a server that can be paused."""
 
 
-class Stoppable(Protocol):
-    """A server's processes."""
-
-    def freeze(self) -> None:
-        """Stop them where they are."""
-
-    def thaw(self) -> None:
-        """Let them go on."""
-
-
 @dataclass(kw_only=True)
 class Side:
     """One of the two."""
 
     client: Client
-    processes: Stoppable
+    server: ServerLike
     spent_s: float = 0.0
     work: asyncio.Future[Any] | None = field(default=None, repr=False)
     runs: bool = True
@@ -48,7 +39,7 @@ class Side:
     async def go(self) -> None:
         """Processes, then the engine."""
         if not self.runs:
-            self.processes.thaw()
+            self.server.thaw()
             await self.client.call("POST", "/resume")
             self.runs = True
 
@@ -56,7 +47,7 @@ class Side:
         """The engine after the step that it is in, then the processes."""
         if self.runs:
             await self.client.call("POST", "/pause?mode=keep&clear_cache=false")
-            self.processes.freeze()
+            self.server.freeze()
             self.runs = False
 
     async def slice(self, work: Awaitable[Any] | None, length_s: float) -> bool:
@@ -93,7 +84,7 @@ class Slices:
         for side in self._sides.values():
             if side.work is not None:
                 side.work.cancel()
-            side.processes.thaw()
+            side.server.thaw()
         await self._decide(None)
         for side in self._sides.values():
             await side.go()
@@ -130,10 +121,10 @@ class Slices:
         """A paused engine hears it too, if its processes run."""
         if tokens != self._set:
             governed = self._sides[GOVERNED]
-            governed.processes.thaw()
+            governed.server.thaw()
             await governed.client.speculate(tokens)
             if not governed.runs:
-                governed.processes.freeze()
+                governed.server.freeze()
             self._set = tokens
 
     async def _batch(self, side: Side, load: Load, prompts: Sequence[Prompt]) -> int:

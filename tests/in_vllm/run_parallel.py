@@ -24,7 +24,7 @@ def plugin_of(worker: Any) -> dict[str, Any]:
     return {
         "process": os.getpid(),
         "rank": worker.rank,
-        "patched": hasattr(WorkerProc.worker_busy_loop, "_specdraft_patched"),
+        "patched": hasattr(WorkerProc.worker_busy_loop, "_specdraft_patches"),
         "agent": type(worker.specdraft_agent).__name__,
     }
 
