@@ -14,18 +14,18 @@ import argparse
 import asyncio
 import contextlib
 import json
-import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import requests
 import torch
 from openai import AsyncOpenAI
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from recipes.tasks import Problem, problems
 from trainer_bridge import connect
@@ -67,6 +67,9 @@ class Settings:
     """bridge, or reload for a stock server."""
     cotrain: Path | None = None
     """Draft that learns in the policy's forward pass and goes along with each update."""
+    learn_s: float | None = None
+    """The server's draft learns for so long between the answers and the training step, for a trainer on the same device; None:
+    whenever no requests are there, for a trainer that has its own device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +82,41 @@ class Rollout:
     """Of the answer's tokens, by the engine."""
     reward: float
     advantage: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A group's answers as rows, padded at their ends, where causal attention lets nothing look."""
+
+    ids: torch.Tensor
+    """``[answers, prompt + longest]``"""
+    answers: torch.Tensor
+    """``[answers, longest]``, as all below."""
+    mask: torch.Tensor
+    """False: padding."""
+    sampled: torch.Tensor
+    """Logprobs by the engine."""
+    advantages: torch.Tensor
+    """``[answers]``"""
+
+    @classmethod
+    def of(cls, group: Sequence[Rollout]) -> Batch:
+        """Answers to the same prompt."""
+        answers = pad_sequence([torch.tensor(one.answer_ids) for one in group], batch_first=True)
+        prompt = torch.tensor(group[0].prompt_ids).expand(len(group), -1)
+        lengths = torch.tensor([len(one.answer_ids) for one in group])
+        return cls(
+            ids=torch.cat([prompt, answers], 1),
+            answers=answers,
+            mask=torch.arange(answers.shape[1]) < lengths[:, None],
+            sampled=pad_sequence([torch.tensor(one.logprobs) for one in group], batch_first=True),
+            advantages=torch.tensor([one.advantage for one in group]),
+        )
+
+    @property
+    def loss_mask(self) -> torch.Tensor:
+        """``[answers, prompt + longest]``"""
+        return torch.nn.functional.pad(self.mask, (self.ids.shape[1] - self.mask.shape[1], 0))
 
 
 class Server:
@@ -130,11 +168,18 @@ class Server:
 
         return {"drafts": total("num_drafts"), "accepted": total("num_accepted_tokens")}
 
+    def learn(self, enabled: bool) -> None:
+        """Let the draft learn while no requests are there, or not."""
+        self._post("specdraft/train", {"action": "resume" if enabled else "pause"}, timeout_s=60)
+
     def reload(self, directory: Path) -> None:
         """Have a stock server in development mode read a checkpoint from the disk."""
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(directory.resolve())}}
-        requests.post(f"{self._settings.url}/collective_rpc", json=call, timeout=300).raise_for_status()
-        requests.post(f"{self._settings.url}/reset_prefix_cache", timeout=30).raise_for_status()
+        self._post("collective_rpc", call, timeout_s=300)
+        self._post("reset_prefix_cache", {}, timeout_s=30)
+
+    def _post(self, route: str, body: dict[str, Any], *, timeout_s: float) -> None:
+        requests.post(f"{self._settings.url}/{route}", json=body, timeout=timeout_s).raise_for_status()
 
 
 class Trainer:
@@ -143,7 +188,6 @@ class Trainer:
     def __init__(self, settings: Settings, directory: Path) -> None:
         torch.manual_seed(settings.seed)
         self._settings = settings
-        self.tokenizer = AutoTokenizer.from_pretrained(directory)
         self.policy: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self._optimizer = torch.optim.AdamW(self.policy.parameters(), lr=settings.learning_rate, weight_decay=0.0)
         self.draft: DraftCoTrainer | None = None
@@ -151,26 +195,27 @@ class Trainer:
             kind = registry.of_config(checkpoint.read_config(settings.cotrain))
             model, config = kind.load(settings.cotrain)
             self.draft = DraftCoTrainer(kind, model)
-            rollouts = settings.groups * settings.samples
             self._cotraining = CoTraining(
-                hf_policy(self.policy), tap_layers=kind.tap_layers(config), schedule=one_f_one_b(1, rollouts), draft=self.draft,
-                max_rows=4096,
+                hf_policy(self.policy), tap_layers=kind.tap_layers(config), schedule=one_f_one_b(1, settings.groups),
+                draft=self.draft, max_rows=8192,
             )  # fmt: skip
 
-    def step(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """One update; what it saw."""
-        tokens = sum(len(one.answer_ids) for one in rollouts)
+    def step(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
+        """One update; what it saw. A group is one microbatch."""
+        tokens = sum(len(one.answer_ids) for group in groups for one in group)
         found = {"loss": 0.0, "kl": 0.0, "weight": 0.0}
-        with self._around(rollouts):
-            for one in rollouts:
-                logprobs = self._logprobs(one)
-                gap = logprobs - torch.tensor(one.logprobs)
+        batches = [Batch.of(group) for group in groups]
+        with self._around(batches):
+            for batch in batches:
+                logits = self.policy(input_ids=batch.ids, logits_to_keep=batch.answers.shape[1] + 1).logits[:, :-1]
+                logprobs = logits.log_softmax(-1).gather(-1, batch.answers[..., None]).squeeze(-1)
+                gap = torch.where(batch.mask, logprobs - batch.sampled, 0.0)
                 # The policy that sampled is the engine's: other kernels, the same weights.
                 weight = gap.detach().exp().clamp(max=self._settings.truncate)
-                loss = -(weight * one.advantage * logprobs).sum() / tokens
+                loss = -(weight * batch.advantages[:, None] * logprobs)[batch.mask].sum() / tokens
                 loss.backward()
                 found["loss"] += float(loss.detach())
-                found["weight"] += float(weight.sum()) / tokens
+                found["weight"] += float(weight[batch.mask].sum()) / tokens
                 # k3 of http://joschu.net/blog/kl-approx.html: not negative, and of small variance.
                 found["kl"] += float((gap.detach().exp() - 1 - gap.detach()).sum()) / tokens
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self._settings.max_gradient_norm)
@@ -181,21 +226,10 @@ class Trainer:
             found["draft_loss"] = float(self._cotraining.result.loss)
         return found
 
-    def _logprobs(self, one: Rollout) -> torch.Tensor:
-        """``[answer]``, of the tokens of an answer."""
-        ids = torch.tensor([one.prompt_ids + one.answer_ids])
-        logits = self.policy(input_ids=ids).logits[0, len(one.prompt_ids) - 1 : -1]
-        return logits.log_softmax(-1).gather(-1, torch.tensor(one.answer_ids)[:, None]).squeeze(1)
-
-    def _around(self, rollouts: Sequence[Rollout]) -> contextlib.AbstractContextManager[None]:
+    def _around(self, batches: Sequence[Batch]) -> contextlib.AbstractContextManager[None]:
         if self.draft is None:
             return contextlib.nullcontext()
-        batches = []
-        for one in rollouts:
-            ids = torch.tensor([one.prompt_ids + one.answer_ids])
-            mask = torch.arange(ids.shape[1])[None, :] >= len(one.prompt_ids)
-            batches.append(Microbatch.of_rows(ids, mask))
-        return self._cotraining.step(batches)
+        return self._cotraining.step([Microbatch.of_rows(batch.ids, batch.loss_mask) for batch in batches])
 
     def save(self, path: Path, step: int) -> None:
         """Everything that the next step needs, whole or not at all."""
@@ -217,12 +251,10 @@ class Trainer:
         return int(state["step"])
 
 
-def with_advantages(groups: Sequence[Sequence[Rollout]]) -> Iterator[Rollout]:
-    """Each rollout with its reward's difference from its group's mean."""
-    for group in groups:
-        mean = sum(one.reward for one in group) / len(group)
-        for one in group:
-            yield Rollout(**{**vars(one), "advantage": one.reward - mean})
+def with_advantages(group: Sequence[Rollout]) -> list[Rollout]:
+    """Each rollout with its reward's difference from the group's mean."""
+    mean = sum(one.reward for one in group) / len(group)
+    return [replace(one, advantage=one.reward - mean) for one in group]
 
 
 def run(settings: Settings) -> None:
@@ -251,21 +283,28 @@ def run(settings: Settings) -> None:
                         update.draft(module_weights(trainer.draft.model))
             return {"sync_s": time.perf_counter() - began}
 
+        if settings.learn_s is not None:
+            server.learn(False)
         if done:
             publish()
         for step in range(done, settings.steps):
             began, before = time.perf_counter(), server.counters()
             groups = loop.run(server.roll_out(asked[step], step))
             rolled_s, after = time.perf_counter() - began, server.counters()
-            rollouts = list(with_advantages(groups))
-            random.Random(step).shuffle(rollouts)
-            trained = trainer.step(rollouts)
-            train_s = time.perf_counter() - began - rolled_s
+            if settings.learn_s is not None:
+                server.learn(True)
+                time.sleep(settings.learn_s)
+                server.learn(False)
+            learned_s = time.perf_counter() - began - rolled_s
+            rollouts = [one for group in groups for one in group]
+            trained = trainer.step([with_advantages(group) for group in groups])
+            train_s = time.perf_counter() - began - rolled_s - learned_s
             synced = publish()
             drafts, accepted = after["drafts"] - before["drafts"], after["accepted"] - before["accepted"]
             metrics = {
                 "step": step,
                 "rollout_s": rolled_s,
+                "learn_s": learned_s,
                 "train_s": train_s,
                 **synced,
                 "step_s": time.perf_counter() - began,

@@ -132,11 +132,12 @@ class WorkerAgent:
     def wait_s(self) -> float:
         """How long the worker may wait for a message before `window_open`, in seconds."""
         if self.idle.state is IdleState.BUSY or not (self._heap.wanted or self._may_learn()):
-            return STATUS_INTERVAL_S
-        return self.idle.opens_in_s
+            return self.idle.waits(STATUS_INTERVAL_S)
+        return self.idle.waits(self.idle.opens_in_s)
 
     def window_open(self) -> None:
         """No message for as long as `wait_s` said: learn for one piece, or write what is due."""
+        self.idle.woke()
         if self.idle.state is IdleState.OPEN:
             if self._round_open:
                 self._round_open = False

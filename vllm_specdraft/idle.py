@@ -15,8 +15,12 @@ Imports neither torch nor vLLM.
 from __future__ import annotations
 
 import enum
+import math
 import time
 from collections.abc import Callable
+
+STOPPED_S = 0.1
+"""A wait that ends so much late was none: the process was stopped meanwhile (SIGSTOP, a frozen container, a machine at rest)."""
 
 
 class IdleState(enum.Enum):
@@ -37,6 +41,18 @@ class IdleMonitor:
         self._cool_s, self._clock = cool_s, clock
         self._running = False
         self._quiet_since = clock()
+        self._wakes_at = math.inf
+
+    def waits(self, at_most_s: float) -> float:
+        """A wait begins; returns its length."""
+        self._wakes_at = self._clock() + at_most_s
+        return at_most_s
+
+    def woke(self) -> None:
+        """The wait is over. Time in which the process was stopped was not quiet: requests may be on their way to it."""
+        if self._clock() > self._wakes_at + STOPPED_S:
+            self._quiet_since = self._clock()
+        self._wakes_at = math.inf
 
     def step_began(self) -> None:
         """The engine starts a step."""

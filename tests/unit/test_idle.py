@@ -128,3 +128,18 @@ def test_the_window_is_open_only_after_enough_quiet(cool: int, events: list[str 
         if not running:
             assert monitor.opens_in_s == max(0.0, cool / 4 - (clock.now - quiet_since))
             assert (monitor.opens_in_s == 0) == (monitor.state is IdleState.OPEN)
+
+
+def test_time_in_which_the_process_was_stopped_is_not_quiet(clock: Clock) -> None:
+    """It was stopped in the middle of a burst: the next step is on its way when it goes on."""
+    monitor = IdleMonitor(0.5, clock)
+    monitor.step_began()
+    monitor.step_ended()
+    assert monitor.waits(0.5) == 0.5
+    clock.now += 8
+    monitor.woke()
+    assert monitor.state is IdleState.COOLING
+    monitor.waits(0.5)
+    clock.now += 0.5
+    monitor.woke()
+    assert monitor.state is IdleState.OPEN
