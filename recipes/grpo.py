@@ -58,6 +58,7 @@ class Settings:
     """Answers under way at once."""
     max_tokens: int = 64
     temperature: float = 1.0
+    """Another one needs a server with ``--logprobs-mode processed_logprobs``: the policy gradient is of what was sampled from."""
     learning_rate: float = 2e-6
     truncate: float = 2.0
     """Largest importance weight."""
@@ -208,7 +209,7 @@ class Trainer:
         with self._around(batches):
             for batch in batches:
                 logits = self.policy(input_ids=batch.ids, logits_to_keep=batch.answers.shape[1] + 1).logits[:, :-1]
-                logprobs = logits.log_softmax(-1).gather(-1, batch.answers[..., None]).squeeze(-1)
+                logprobs = (logits / self._settings.temperature).log_softmax(-1).gather(-1, batch.answers[..., None]).squeeze(-1)
                 gap = torch.where(batch.mask, logprobs - batch.sampled, 0.0)
                 # The policy that sampled is the engine's: other kernels, the same weights.
                 weight = gap.detach().exp().clamp(max=self._settings.truncate)

@@ -14,7 +14,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "min_terms": 2,
         "max_terms": 2,
         "min_digits": 1,
-        "max_digits": 2,
+        "max_digits": 1,
         "operators": ["+", "-"],
         "allow_parentheses": False,
     },

@@ -63,7 +63,7 @@ def test_a_groups_batch_has_the_gradient_of_its_answers_one_by_one(directory: Pa
     loss.backward()
     norm = math.sqrt(sum(float(p.grad.pow(2).sum()) for p in policy.parameters() if p.grad is not None))
     found = trainer.step(GROUPS)
-    assert found["loss"] == pytest.approx(float(loss), rel=1e-4)
+    assert found["loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert found["gradient_norm"] == pytest.approx(norm, rel=1e-4)
     assert found["kl"] == pytest.approx(kl, rel=1e-4) and kl > 0
     assert found["weight"] == pytest.approx(weights, rel=1e-4)

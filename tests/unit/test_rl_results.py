@@ -17,8 +17,8 @@ from recipes.tasks import TASKS, Problem, problems
 
 def row(arm: str, seed: int, step: int, **values: Any) -> dict[str, Any]:
     found = {
-        "rollout_s": 10.0, "train_s": 20.0, "sync_s": 1.0, "step_s": 31.0, "reward": 0.5, "tokens": 1000, "accepted_length": None,
-        "kl": 1e-6,
+        "rollout_s": 10.0, "learn_s": 0.0, "train_s": 20.0, "sync_s": 1.0, "step_s": 31.0, "reward": 0.5, "tokens": 1000,
+        "accepted_length": None, "kl": 1e-6,
     }  # fmt: skip
     return {"arm": arm, "seed": seed, "step": step, **found, **values}
 

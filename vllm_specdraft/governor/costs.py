@@ -19,6 +19,8 @@ LEAST_STEPS = 4
 _LEVEL_GAIN = 0.05
 _LEAST_GAIN = 0.2
 """Of a new measurement in the average of those before."""
+_DISBELIEVED = 0.2
+"""A measurement that is off by more (log) replaces what was known: that is no noise, but a machine that was cold, say."""
 _OUTLIER = 0.7
 """Steps whose log duration is off by more are not counted: something else happened in them."""
 _NEAR = math.log(1.6)
@@ -99,7 +101,8 @@ class StepCosts:
             return
         known = cells[tokens]
         known.stays += 1
-        known.value += max(1 / known.stays, _LEAST_GAIN) * (value - known.value)
+        gain = 1.0 if abs(value - known.value) > _DISBELIEVED else max(1 / known.stays, _LEAST_GAIN)
+        known.value += gain * (value - known.value)
 
     def stays(self, bucket: int, tokens: int) -> int:
         """How often it was measured."""

@@ -36,6 +36,12 @@ FREE_S = 3.0
 """Time that trials may cost at the start, in seconds."""
 FIRST_WAIT, LONGEST_WAIT = 128, 2048
 """Steps between two trials of something that lost; the time doubles with every loss."""
+WARM_STEPS = 64
+"""First steps of an engine, which say nothing of what a step costs: code is compiled, memory touched for the first time."""
+DOUBT_STEPS = 16
+"""Steps after which steps without drafts are looked at again once something won over them; it doubles with every such win.
+
+What was measured of them first may be of a machine that was cold, and drafts would seem cheap for as long as nobody looks."""
 HOPELESS = 0.5
 """What lost by more than this waits longest at once."""
 CREDIT_S = 30.0
@@ -101,6 +107,7 @@ class Governor:
         self._buckets: dict[int, _Bucket] = {}
         self._trial: _Trial | None = None
         self._allowance_s = FREE_S
+        self._warm_steps = 0
         self.trials = self.switches = 0
         self.trial_cost_s = self.busy_s = 0.0
 
@@ -179,6 +186,9 @@ class Governor:
         else:
             for verified, accepted in step.drafts:
                 self.gives.observe(verified, accepted)
+        self._warm_steps += 1
+        if self._warm_steps <= WARM_STEPS:
+            return
         bucket = bucket_of(step.batch)
         state = self._state(bucket)
         state.steps += 1
@@ -190,8 +200,8 @@ class Governor:
             return
         trial.steps += 1
         per_token = self._seconds_per_token(trial.bucket, self._state(trial.bucket).chosen, step.batch)
-        if per_token is not None and step.verified is not None:
-            # A prompt in the batch is nobody's cost.
+        if per_token is not None and step.verified is not None and bucket == trial.bucket:
+            # A prompt in the batch is nobody's cost, nor is another size.
             trial.excess_s += step.seconds - step.tokens * per_token
         if steady and bucket == trial.bucket and step.drafted == trial.arm:
             trial.seconds.append(step.seconds)
@@ -214,15 +224,19 @@ class Governor:
         self.trial_cost_s += trial.excess_s
         self._allowance_s = max(-FREE_S, self._allowance_s - trial.excess_s)
         self.costs.settle()
+        if len(trial.seconds) < LEAST_STEPS:
+            # It goes on when the batch is back at its size: what was measured so far is kept.
+            return
         state = self._state(trial.bucket)
         behind = self.score(trial.bucket, trial.arm) - self.score(trial.bucket, state.chosen)
-        wait = min(LONGEST_WAIT, 2 * state.wait.get(trial.arm, FIRST_WAIT // 2)) if behind > -HYSTERESIS else FIRST_WAIT
+        first = FIRST_WAIT if trial.arm else DOUBT_STEPS
+        wait = min(LONGEST_WAIT, 2 * state.wait.get(trial.arm, first // 2)) if behind > -HYSTERESIS else FIRST_WAIT
         if behind > HOPELESS:
             wait = LONGEST_WAIT
         state.wait[trial.arm] = wait
         state.due[trial.arm] = state.steps + wait
         # What loses to it is not looked at right after it, and all numbers of tokens have the same drafts.
-        state.due[state.chosen] = state.steps + FIRST_WAIT
+        state.due[state.chosen] = state.steps + (FIRST_WAIT if state.chosen else DOUBT_STEPS)
         for other in range(1, self.most + 1) if 0 < trial.arm <= self.most else ():
             if other != trial.arm and self.costs.stays(trial.bucket, other):
                 state.due[other] = max(state.due.get(other, 0), state.steps + wait)
