@@ -344,7 +344,7 @@ def parser() -> argparse.ArgumentParser:
     """One option for each setting."""
     made = argparse.ArgumentParser(prog="python -m recipes.grpo", description=(__doc__ or "").split("\n\n")[0])
     for field in fields(Settings):
-        kind = {"int": int, "float": float, "str": str}.get(str(field.type), Path)
+        kind = {"int": int, "float": float, "str": str}.get(str(field.type).removesuffix(" | None"), Path)
         choices = ("bridge", "reload") if field.name == "update" else None
         made.add_argument(
             f"--{field.name.replace('_', '-')}", type=kind, default=field.default, choices=choices, help="(default %(default)s)"

@@ -47,4 +47,4 @@ def problems(task: str, seed: int) -> Iterator[Problem]:
     for item in reasoning_gym().create_dataset(task, size=_ENDLESS, seed=seed, **TASKS[task]):
         answer = str(item["answer"]).replace(",", "")
         if _NUMBER.fullmatch(answer):
-            yield Problem(question=f"{item['question']}\nThink briefly, then end with the number.", answer=answer)
+            yield Problem(question=f"{item['question']}\nThink step by step, then end with the number.", answer=answer)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from recipes.grpo import Batch, Rollout, Settings, Trainer, with_advantages
+from recipes.grpo import Batch, Rollout, Settings, Trainer, parser, with_advantages
 
 VOCAB = 61
 
@@ -89,3 +89,9 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(directory: Path, tmp_pat
     second = trainer_of(directory, learning_rate=1e-2)
     assert second.resume(tmp_path / "state.pt") == 1
     assert through.step(GROUPS) == second.step(GROUPS)
+
+
+def test_the_command_line_gives_every_setting_its_type() -> None:
+    found = Settings(**vars(parser().parse_args(["--learn-s", "2.5", "--cotrain", "draft", "--steps", "3", "--out", "there"])))
+    assert (found.learn_s, found.cotrain, found.steps, found.out) == (2.5, Path("draft"), 3, Path("there"))
+    assert Settings(**vars(parser().parse_args([]))) == Settings()
