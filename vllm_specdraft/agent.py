@@ -6,6 +6,7 @@ Everything here runs in the worker's main thread: between two messages, or insid
 from __future__ import annotations
 
 import logging
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 UNREAD = frozenset({learner_state.VERSION_KEY, "dtype", "torch_dtype", "transformers_version", "_name_or_path"})
 """Entries of a draft's config that do not change what it computes."""
-STATUS_INTERVAL_S = 0.3
+STATUS_INTERVAL_S, BUSY_STATUS_INTERVAL_S = 0.3, 1.0
+"""A busy engine waits while its status is written."""
 TAP_SHARE = 0.25
 """Rows of running requests may take this share of the replay's bytes, on top of them."""
 ROLLBACK_TRIES = 3
@@ -99,7 +101,7 @@ class WorkerAgent:
         self.rollback_wanted: int | None = None
         self.on_probation = self._round_open = False
         self._rollback_failures = 0
-        self._status_due = 0.0
+        self._status_written = -math.inf
         self._step_began = 0.0
         self.engine_steps, self.engine_step_seconds = 0, 0.0
         self.recent = report.RecentAcceptance()
@@ -180,7 +182,7 @@ class WorkerAgent:
         self.idle.step_ended()
         self.engine_steps += 1
         self.engine_step_seconds += time.perf_counter() - self._step_began
-        self.write_status()
+        self.write_status(every_s=BUSY_STATUS_INTERVAL_S)
 
     def _on_governed(self, found: dict[str, Any]) -> None:
         if found["acceptance_collapsed"] and not (self.governor and self.governor["acceptance_collapsed"]):
@@ -332,12 +334,12 @@ class WorkerAgent:
             self.on_probation = False
             self.learner.gate.reset()
 
-    def write_status(self, *, force: bool = False) -> None:
+    def write_status(self, *, force: bool = False, every_s: float = STATUS_INTERVAL_S) -> None:
         """Tell the API server, now or when it is time again."""
         now = time.monotonic()
-        if not force and now < self._status_due:
+        if not force and now < self._status_written + every_s:
             return
-        self._status_due = now + STATUS_INTERVAL_S
+        self._status_written = now
         try:
             self._watch_probation()
             self.saving.start_if_due()

@@ -236,7 +236,8 @@ def steps_without_drafts_sample_plainly() -> None:
     """Sample a step that verifies no draft as an engine without drafts does.
 
     Why: with a speculative configuration vLLM 0.32 takes every step through the rejection sampler. Without a draft in it that
-    copies the logits for nothing, and takes the largest top-k of no rows, which raises and ends the engine.
+    copies the logits for nothing, and takes the largest top-k of no rows, which raises and ends the engine. The indices of drafts
+    are computed for nothing as well, and the engine waits.
     Remove when: vLLM's model runner makes no `SpecDecodeMetadata` for a step without drafts.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -253,6 +254,32 @@ def steps_without_drafts_sample_plainly() -> None:
 
     _mark(_sample, "steps_without_drafts_sample_plainly")
     GPUModelRunner._sample = _sample
+    metadata = GPUModelRunner._calc_spec_decode_metadata
+
+    @functools.wraps(metadata)
+    def _calc_spec_decode_metadata(self: Any, num_draft_tokens: Any, cu_num_scheduled_tokens: Any) -> Any:
+        if num_draft_tokens.any():
+            return metadata(self, num_draft_tokens, cu_num_scheduled_tokens)
+        return _of_no_drafts(torch.from_numpy(cu_num_scheduled_tokens - 1).to(self.device))
+
+    GPUModelRunner._calc_spec_decode_metadata = _calc_spec_decode_metadata
+
+
+def _of_no_drafts(last_rows: Any) -> Any:
+    """`SpecDecodeMetadata` of requests that verify nothing: ``[requests]`` rows whose logits are sampled from."""
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+    requests, nothing = len(last_rows), last_rows.new_empty(0)
+    ends = torch.arange(1, requests + 1, dtype=torch.int32, device=last_rows.device)
+    return SpecDecodeMetadata(
+        draft_token_ids=nothing,
+        num_draft_tokens=[0] * requests,
+        cu_num_draft_tokens=torch.zeros_like(ends),
+        cu_num_sampled_tokens=ends,
+        target_logits_indices=nothing,
+        bonus_logits_indices=ends - 1,
+        logits_indices=last_rows,
+    )
 
 
 def engine_may_save_before_it_ends() -> None:

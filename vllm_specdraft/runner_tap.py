@@ -69,11 +69,11 @@ class RunnerTap:
     def _on_sample(self, *args: Any, **kwargs: Any) -> Any:
         state = self._runner.execute_model_state
         # Read before sampling: bookkeeping moves the batch's counters on.
-        parts = self._guarded(self._parts, state.scheduler_output) if state is not None else None
+        starts = self._guarded(self._starts) if state is not None else None
         try:
             output = self._sample_tokens(*args, **kwargs)
-            if parts is not None and state.aux_hidden_states is not None:
-                self._guarded(self._store, parts, state, output)
+            if starts is not None and state.aux_hidden_states is not None:
+                self._guarded(self._store, starts, state, output)
             return output
         finally:
             if state is not None:
@@ -90,27 +90,35 @@ class RunnerTap:
             self._failed(error)
             return None
 
-    def _store(self, parts: list[StepRows], state: Any, output: Any) -> None:
-        for part in parts:
-            part.sampled = output.sampled_token_ids[output.req_id_to_index[part.request_id]]
+    def _starts(self) -> list[int]:
+        """Position of each request's first row."""
+        batch = self._runner.input_batch
+        return batch.num_computed_tokens_cpu[: len(batch.req_ids)].tolist()
+
+    def _store(self, starts: list[int], state: Any, output: Any) -> None:
+        planned, ids = state.scheduler_output, self._runner.input_batch.req_ids
+        if not planned.scheduled_spec_decode_tokens and planned.total_num_scheduled_tokens == len(ids):
+            tokens = sum(map(len, output.sampled_token_ids))
+            if self.collector.plain_step(ids, starts, tokens, state.aux_hidden_states, state.hidden_states):
+                return
+        parts = self._parts(planned, starts, output)
         self.collector.step(parts, state.aux_hidden_states, state.hidden_states)
 
-    def _parts(self, scheduler_output: Any) -> list[StepRows]:
-        batch = self._runner.input_batch
+    def _parts(self, scheduler_output: Any, starts: list[int], output: Any) -> list[StepRows]:
         parts, offset = [], 0
-        for index, request_id in enumerate(batch.req_ids):
+        for index, request_id in enumerate(self._runner.input_batch.req_ids):
             count = scheduler_output.num_scheduled_tokens[request_id]
             drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id, ())
             parts.append(
                 StepRows(
                     request_id=request_id,
-                    start=int(batch.num_computed_tokens_cpu[index]),
+                    start=starts[index],
                     rows=slice(offset, offset + count),
                     num_drafts=len(drafts),
                     of_draft=not getattr(scheduler_output, plan.VERIFIES_TEXT, False),
                     prompt_ids=self._runner.requests[request_id].prompt_token_ids or (),
                     refused=_refusal(self._runner.requests[request_id]),
-                    sampled=(),
+                    sampled=output.sampled_token_ids[output.req_id_to_index[request_id]],
                 )
             )
             offset += count

@@ -19,6 +19,7 @@ def test_an_answer_without_drafts() -> None:
     play.step(("a", 0, 5, 0, [21]))
     play.step(("a", 5, 1, 0, [22]))
     play.step(("a", 6, 1, 0, [23]))
+    assert play.plain_steps == 2
     sample = play.finish("a", PROMPT, [21, 22, 23])
     assert_whole(sample, "a", PROMPT, [21, 22, 23])
     assert play.delivered == [sample]

@@ -167,8 +167,8 @@ class Client:
     async def status(self, *, fresh: bool = False) -> dict[str, Any]:
         """The server's own account of itself: versions, counters, learning.
 
-        The server renews it a few times a second; `fresh` waits for one written after this call, so that counters hold
-        everything answered so far. Raises `RequestError`, also when it is not renewed in time.
+        The server renews it about once a second while it generates; `fresh` waits for one written after this call, so that
+        counters hold everything answered so far. Raises `RequestError`, also when it is not renewed in time.
         """
         asked = time.time()
         ends = time.monotonic() + _FRESH_WAIT_S

@@ -120,9 +120,10 @@ class StepCosts:
         return max(0.0, cost), measured
 
     def _relative(self, bucket: int, tokens: int) -> tuple[float, bool]:
+        here = self._found.get(bucket, {})
+        if tokens in here and 0 in here:
+            return here[tokens].value - here[0].value, True
         measured = {b: cells[tokens].value - cells[0].value for b, cells in self._found.items() if tokens in cells and 0 in cells}
-        if bucket in measured:
-            return measured[bucket], True
         if measured:
             nearest = min(measured, key=lambda other: abs(math.log(other / bucket)))
             if abs(math.log(nearest / bucket)) <= _NEAR:

@@ -76,6 +76,8 @@ class _Bucket:
     due: dict[int, int] = field(default_factory=dict)
     """By k: the step from which it may be tried again."""
     wait: dict[int, int] = field(default_factory=dict)
+    reported: tuple[int, Mapping[str, Any]] | None = None
+    """Steps at the last report, and what it was."""
 
 
 @dataclass
@@ -256,7 +258,9 @@ class Governor:
             state.wait.clear()
 
     def _state(self, bucket: int) -> _Bucket:
-        return self._buckets.setdefault(bucket, _Bucket(chosen=self._start(bucket)))
+        if (state := self._buckets.get(bucket)) is None:
+            state = self._buckets[bucket] = _Bucket(chosen=self._start(bucket))
+        return state
 
     def _start(self, bucket: int) -> int:
         """What a batch size begins with that was not there before: what is best by what others have shown, else no drafts."""
@@ -300,6 +304,12 @@ class Governor:
         }
 
     def _report_of(self, bucket: int, state: _Bucket) -> Mapping[str, Any]:
+        """Of a batch size that was not seen since the last report, that one: all of them are many, and the engine waits."""
+        if state.reported is None or state.reported[0] != state.steps:
+            state.reported = (state.steps, self._fresh_report_of(bucket, state))
+        return state.reported[1]
+
+    def _fresh_report_of(self, bucket: int, state: _Bucket) -> Mapping[str, Any]:
         base = self.costs.seconds(bucket, 0)
         compared = {
             self.name(arm): {
