@@ -304,8 +304,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--steps", type=int, default=4, metavar="N", help="per seed (default %(default)s)")
     made.add_argument("--groups", type=int, default=4, metavar="N", help="problems per step (default %(default)s)")
     made.add_argument("--samples", type=int, default=4, metavar="N", help="answers per problem (default %(default)s)")
-    made.add_argument("--answers-at-once", type=int, default=2, metavar="N", help="(default %(default)s)")
-    made.add_argument("--answer-tokens", type=int, default=96, metavar="N", help="longest answer (default %(default)s)")
+    made.add_argument("--answers-at-once", type=int, default=1, metavar="N", help="(default %(default)s)")
+    made.add_argument("--answer-tokens", type=int, default=64, metavar="N", help="longest answer (default %(default)s)")
     made.add_argument("--learning-rate", type=float, default=1e-5, metavar="R", help="of the policy (default %(default)s)")
     made.add_argument(
         "--learn-seconds", type=float, default=6.0, metavar="S",

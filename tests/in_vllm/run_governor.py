@@ -16,7 +16,7 @@ import torch
 from tests.in_vllm import tiny, tiny_engine
 
 TOKENS = 24
-GOVERNED_TOKENS = 400
+GOVERNED_TOKENS = 480
 PROMPTS = 5
 SHARED = 100
 """Tokens of a prompt that several requests share: with blocks of 32 a later one finds two."""

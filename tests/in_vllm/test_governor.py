@@ -103,6 +103,7 @@ def test_the_text_is_drafted_from(seen: dict[str, Any]) -> None:
 
 
 def test_steps_without_drafts_leave_the_draft_out(seen: dict[str, Any]) -> None:
+    """Case F12; what such a step costs beside the stock engine's is measured by `benchmarks.governor`."""
     before, after = seen["always"]["counters"], seen["off at first"]["counters"]
     assert before["steps_without_draft"] == 0 and after["steps_without_draft"] == 8
     assert after["kept_rows"] > 0 and after["lost_rows"] == 0

@@ -19,7 +19,7 @@ LEAST_STEPS = 4
 _LEVEL_GAIN = 0.05
 _LEAST_GAIN = 0.2
 """Of a new measurement in the average of those before."""
-_DISBELIEVED = 0.2
+_DISBELIEVED = 0.35
 """A measurement that is off by more (log) replaces what was known: that is no noise, but a machine that was cold, say."""
 _OUTLIER = 0.7
 """Steps whose log duration is off by more are not counted: something else happened in them."""

@@ -39,9 +39,11 @@ FIRST_WAIT, LONGEST_WAIT = 128, 2048
 WARM_STEPS = 64
 """First steps of an engine, which say nothing of what a step costs: code is compiled, memory touched for the first time."""
 DOUBT_STEPS = 16
-"""Steps after which steps without drafts are looked at again once something won over them; it doubles with every such win.
+"""Steps after which steps without drafts are looked at again once something won over them; four times as many after every win.
 
 What was measured of them first may be of a machine that was cold, and drafts would seem cheap for as long as nobody looks."""
+CLOSE, CLOSE_WAIT = 0.15, 512
+"""What lost by less waits no longer: one bad measurement must not decide for long, and looking at it costs little."""
 HOPELESS = 0.5
 """What lost by more than this waits longest at once."""
 CREDIT_S = 30.0
@@ -231,15 +233,16 @@ class Governor:
             return
         state = self._state(trial.bucket)
         behind = self.score(trial.bucket, trial.arm) - self.score(trial.bucket, state.chosen)
-        first = FIRST_WAIT if trial.arm else DOUBT_STEPS
-        wait = min(LONGEST_WAIT, 2 * state.wait.get(trial.arm, first // 2)) if behind > -HYSTERESIS else FIRST_WAIT
+        first, times = (FIRST_WAIT, 2) if trial.arm else (DOUBT_STEPS, 4)
+        longest = LONGEST_WAIT if behind > CLOSE else CLOSE_WAIT
+        wait = min(longest, times * state.wait.get(trial.arm, first // times)) if behind > -HYSTERESIS else FIRST_WAIT
         if behind > HOPELESS:
             wait = LONGEST_WAIT
         state.wait[trial.arm] = wait
         state.due[trial.arm] = state.steps + wait
-        # What loses to it is not looked at right after it, and all numbers of tokens have the same drafts.
+        # What loses to it is not looked at right after it, and all numbers of tokens have the same drafts: clearly lost with all.
         state.due[state.chosen] = state.steps + (FIRST_WAIT if state.chosen else DOUBT_STEPS)
-        for other in range(1, self.most + 1) if 0 < trial.arm <= self.most else ():
+        for other in range(1, self.most + 1) if 0 < trial.arm <= self.most and behind > CLOSE else ():
             if other != trial.arm and self.costs.stays(trial.bucket, other):
                 state.due[other] = max(state.due.get(other, 0), state.steps + wait)
 
@@ -251,11 +254,16 @@ class Governor:
         self.fixed = tokens
 
     def weights_changed(self) -> None:
-        """Another draft or policy serves: old acceptance says little, and what lost may be tried again."""
+        """Another draft or policy serves: old acceptance says little, and drafts that lost may be tried again where none are seen.
+
+        What a step costs is what it was.
+        """
         self.gives.changed()
         for state in self._buckets.values():
-            state.due.clear()
-            state.wait.clear()
+            if not 0 < state.chosen <= self.most:
+                for arm in range(1, self.most + 1):
+                    state.due.pop(arm, None)
+                    state.wait.pop(arm, None)
 
     def _state(self, bucket: int) -> _Bucket:
         if (state := self._buckets.get(bucket)) is None:
