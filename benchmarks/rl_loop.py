@@ -308,12 +308,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--answer-tokens", type=int, default=64, metavar="N", help="longest answer (default %(default)s)")
     made.add_argument("--learning-rate", type=float, default=1e-5, metavar="R", help="of the policy (default %(default)s)")
     made.add_argument(
-        "--learn-seconds", type=float, default=6.0, metavar="S",
+        "--learn-seconds", type=float, default=4.0, metavar="S",
         help="the live draft learns for so long in each step, before the training step (default %(default)s)",
     )  # fmt: skip
     made.add_argument("--task", default="basic_arithmetic", choices=tuple(TASKS), help="(default %(default)s)")
     made.add_argument(
-        "--warm-minutes", type=float, default=4.0, metavar="M", help="learning of the draft before all arms (default 4)"
+        "--warm-minutes", type=float, default=6.0, metavar="M", help="learning of the draft before all arms (default 6)"
     )
     made.add_argument("--resume", type=Path, metavar="RUN", help="directory of an earlier call, to go on from what is done there")
     rhythm_arguments(made)
