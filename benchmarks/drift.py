@@ -173,8 +173,9 @@ def fine_tune(policy: Any, tokenizer: Any, examples: Sequence[tuple[str, str]]) 
                 )
                 head = tokenizer(prompt, add_special_tokens=False).input_ids
                 tail = tokenizer(answer + tokenizer.eos_token, add_special_tokens=False).input_ids
-                logits = policy(input_ids=torch.tensor([head + tail])).logits[0, len(head) - 1 : -1]
-                total = total + torch.nn.functional.cross_entropy(logits, torch.tensor(tail), reduction="sum")
+                with torch.autocast("cpu", torch.bfloat16):
+                    logits = policy(input_ids=torch.tensor([head + tail])).logits[0, len(head) - 1 : -1]
+                total = total + torch.nn.functional.cross_entropy(logits.float(), torch.tensor(tail), reduction="sum")
                 tokens += len(tail)
             (total / tokens).backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)

@@ -215,7 +215,7 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "step_s": round(fmean(row["step_s"] for row in rows), 2),
         "reward": round(mean, 4),
         "reward_interval": [round(mean - half, 4), round(mean + half, 4)],
-        "kl": round(fmean(row["kl"] for row in rows), 8),
+        "kl": float(f"{fmean(row['kl'] for row in rows):.3g}"),
     }
 
 
@@ -290,8 +290,9 @@ def chart(rows: Sequence[Mapping[str, Any]], arms: Sequence[str], path: Path, *,
         axes.set_xlabel("RL step")
         axes.grid(alpha=0.3)
         axes.xaxis.get_major_locator().set_params(integer=True)
-    axes_of.flat[0].legend(fontsize=9)
-    figure.suptitle(title, fontsize=12)
+    # The first panel has no line of an arm that does not draft.
+    axes_of.flat[1].legend(fontsize=9)
+    figure.suptitle(f"{title}; bands: least and most of the seeds", fontsize=12)
     figure.savefig(path)
     pyplot.close(figure)
 
@@ -313,7 +314,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument("--task", default="basic_arithmetic", choices=tuple(TASKS), help="(default %(default)s)")
     made.add_argument(
-        "--warm-minutes", type=float, default=6.0, metavar="M", help="learning of the draft before all arms (default 6)"
+        "--warm-minutes", type=float, default=4.0, metavar="M", help="learning of the draft before all arms (default 4)"
     )
     made.add_argument("--resume", type=Path, metavar="RUN", help="directory of an earlier call, to go on from what is done there")
     rhythm_arguments(made)
