@@ -33,7 +33,9 @@ from vllm_specdraft.demo.run import known_type, one_line, rhythm_arguments, rhyt
 from vllm_specdraft.demo.session import Session
 
 LENGTHS = {1: 96, 2: 96, 4: 80, 8: 64, 16: 48, 32: 48}
-"""Tokens of each answer at most, by batch size: a batch takes some seconds at each."""
+"""Tokens of an answer at most, by batch size, in the mean of what follows: a batch takes some seconds at each."""
+SPREAD = (0.75, 1.25, 0.5, 1.0)
+"""Of the answers' lengths: requests end one by one, with and without drafts, and others take their place."""
 DRAIN = (8, 10, 12, 15, 18, 22, 27, 33, 40, 48, 58, 70, 85, 100, 115, 128)
 """Longest answers of a batch that drains, as rollouts do: half of the time a quarter of it runs."""
 GROUPS = 3
@@ -49,10 +51,12 @@ LEAK_WARM_SHARE = 0.3
 
 def loads(batches: Sequence[int]) -> list[Load]:
     """These batch sizes, and a draining one."""
-    return [
-        *(Load(name=f"batch {batch}", lengths=(LENGTHS[batch],) * batch) for batch in batches),
-        Load(name="draining", lengths=DRAIN),
-    ]
+    steady = []
+    for batch in batches:
+        count = batch + max(1, batch // 2)
+        lengths = tuple(round(LENGTHS[batch] * SPREAD[index % len(SPREAD)]) for index in range(count))
+        steady.append(Load(name=f"batch {batch}", lengths=lengths, running=batch))
+    return [*steady, Load(name="draining", lengths=DRAIN, running=len(DRAIN))]
 
 
 class GovernorBenchmark:
@@ -262,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     return played.play(
         "governor", options, arguments, title="Governor", kind=kind, rhythm=rhythm, governor=True, environment=DEVELOPER, make=make,
-        prompts=lambda: PromptSource(evaluation=GROUPS * max(LENGTHS), seed=options.seed),
+        prompts=lambda: PromptSource(evaluation=GROUPS * 3 * max(LENGTHS) // 2, seed=options.seed),
     )  # fmt: skip
 
 

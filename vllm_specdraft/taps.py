@@ -66,10 +66,10 @@ class _Rows:
         return min(stop, self._limit) > len(self._data)
 
     def first_rows(self, count: int) -> torch.Tensor | None:
-        """Rows ``0..count-1``, or None when one of them was never seen."""
+        """Rows ``0..count-1``, which are the store's own memory; None when one of them was never seen."""
         if count > len(self._data) or not self._known[:count].all():
             return None
-        return torch.from_numpy(self._data[:count].copy())
+        return torch.from_numpy(self._data[:count])
 
     @property
     def nbytes(self) -> int:
@@ -341,8 +341,8 @@ class EngineTap:
             positions=torch.arange(len(ids)),
             loss_mask=mask,
             tap_layers=self.tap_layers,
-            taps=rows[:, :-hidden].contiguous(),
-            final=rows[:, -hidden:].contiguous(),
+            taps=rows[:, :-hidden].clone(memory_format=torch.contiguous_format),
+            final=rows[:, -hidden:].clone(memory_format=torch.contiguous_format),
             final_is_normed=True,
         )
 

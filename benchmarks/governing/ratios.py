@@ -19,11 +19,18 @@ def fixed(tokens: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Requests that are sent at once."""
+    """Requests, some of which run at once while the others wait for one to end."""
 
     name: str
     lengths: tuple[int, ...]
     """Tokens of each one's answer at most; greedy answers end where they end, with every arm alike."""
+    running: int
+    """So many at once: time counts until fewer would run. All of them: until the last one has ended."""
+
+    @property
+    def drains(self) -> bool:
+        """Whether time counts to the end."""
+        return self.running == len(self.lengths)
 
 
 @dataclass(kw_only=True)

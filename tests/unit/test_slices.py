@@ -13,8 +13,9 @@ from benchmarks.governing.slices import Side, Slices
 from vllm_specdraft.demo.client import Answer, Client, RequestError, Sampling
 from vllm_specdraft.demo.prompts import Prompt
 
-LOAD = Load(name="two", lengths=(6, 3))
-PROMPTS = [Prompt(name=str(i), question=f"question {i}", answer="") for i in range(2)]
+LOAD = Load(name="two", lengths=(6, 3), running=2)
+STEADY = Load(name="two of three", lengths=(4, 40, 8), running=2)
+PROMPTS = [Prompt(name=str(i), question=f"question {i}", answer="") for i in range(3)]
 TOKEN_S = 0.004
 
 
@@ -27,6 +28,7 @@ class FakeServer(Client):
         self.frozen = self.paused = False
         self.salts: list[str | None] = []
         self.arms: list[int | None] = []
+        self.generated = 0
 
     @property
     def runs(self) -> bool:
@@ -57,6 +59,10 @@ class FakeServer(Client):
         self.arms.append(tokens)
         return {}
 
+    async def generated_tokens(self) -> float:
+        assert not self.frozen
+        return float(self.generated)
+
     async def chat(self, question: str, sampling: Sampling, *, salt: str | None = None) -> Answer:
         self.salts.append(salt)
         tokens = 0
@@ -67,6 +73,7 @@ class FakeServer(Client):
             if self.runs:
                 assert sum(server.runs for server in self.machine.servers) == 1
                 tokens += 1
+                self.generated += 1
         return Answer(prompt_ids=(1,), token_ids=tuple(range(tokens)), text="", wall_s=1.0)
 
 
@@ -86,17 +93,17 @@ def test_one_runs_at_a_time_and_both_afterwards(first: bool) -> None:
     async def play() -> None:
         async with machine.slices as slices:
             assert not any(server.runs for server in machine.servers)
-            await slices.alone(GOVERNED, LOAD, PROMPTS)
-            await slices.alone(NONE, LOAD, PROMPTS)
-            assert await slices.ratio(fixed(2), LOAD, PROMPTS, first=first) > 0
-            assert await slices.ratio(GOVERNED, LOAD, PROMPTS, first=first) > 0
+            await slices.alone(GOVERNED, LOAD, PROMPTS[:2])
+            await slices.alone(NONE, LOAD, PROMPTS[:2])
+            assert await slices.ratio(fixed(2), LOAD, PROMPTS[:2], first=first) > 0
+            assert await slices.ratio(GOVERNED, LOAD, PROMPTS[:2], first=first) > 0
             assert not any(server.runs for server in machine.servers)
         assert all(server.runs for server in machine.servers)
 
     asyncio.run(play())
     assert machine.governed.arms == [2, None], "told once for each change"
     for server in machine.servers:
-        assert len(set(server.salts)) == len(server.salts) == 3 * len(PROMPTS), "no prompt is found in the cache"
+        assert len(set(server.salts)) == len(server.salts) == 3 * 2, "no prompt is found in the cache"
 
 
 def test_a_batch_that_fails_leaves_nothing_stopped() -> None:
@@ -104,9 +111,26 @@ def test_a_batch_that_fails_leaves_nothing_stopped() -> None:
 
     async def play() -> None:
         async with machine.slices as slices:
-            await slices.ratio(fixed(1), LOAD, PROMPTS, first=False)
+            await slices.ratio(fixed(1), LOAD, PROMPTS[:2], first=False)
 
     with pytest.raises(RequestError, match="gone"):
         asyncio.run(play())
     assert all(server.runs for server in machine.servers)
     assert machine.governed.arms == [1, None]
+
+
+def test_a_steady_batch_ends_when_fewer_would_run() -> None:
+    """The second of three is cut short, and its tokens until then count."""
+    machine = Machine()
+
+    async def play() -> tuple[float, list[float]]:
+        async with machine.slices as slices:
+            ratio = await slices.ratio(fixed(0), STEADY, PROMPTS, first=True)
+            return ratio, [side.tokens for side in (slices.governed, slices.none)]
+
+    ratio, tokens = asyncio.run(play())
+    assert 0.5 < ratio < 2.0
+    for count in tokens:
+        # The first and the third one's 12, and as many of the one beside them.
+        assert 20 <= count <= 28
+    assert all(server.generated < sum(STEADY.lengths) for server in machine.servers)

@@ -16,6 +16,7 @@ import aiohttp
 
 MODEL = "specdraft"
 _DECODE_TIME = "vllm:request_decode_time_seconds"
+_GENERATED = "vllm:generation_tokens_total"
 _TOKEN_PREFIX = "token_id:"
 _FRESH_WAIT_S = 15.0
 _FRESH_POLL_S = 0.1
@@ -207,6 +208,13 @@ class Client:
         if seconds is None or requests is None:
             return None
         return DecodeTime(requests=requests, seconds=seconds)
+
+    async def generated_tokens(self) -> float:
+        """Tokens of answers since the server's start, from its metrics. Raises `RequestError` when it keeps none."""
+        total = metric_total(await self._text("GET", "/metrics"), _GENERATED)
+        if total is None:
+            raise RequestError(f"GET {self._url}/metrics has no {_GENERATED}: is this a vLLM server with its statistics on?")
+        return total
 
     async def call(self, method: str, path: str, body: dict | None = None) -> dict[str, Any]:
         """Any route that answers with JSON. Raises `RequestError`."""

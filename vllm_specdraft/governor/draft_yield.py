@@ -52,15 +52,20 @@ class TextYield:
     """Tokens per step with drafts from the text, steps without a match included."""
 
     def __init__(self) -> None:
-        self._accepted, self._squares = _Average(_HORIZON), _Average(_HORIZON)
-        for average in (self._accepted, self._squares):
-            for accepted in _PRIOR_MATCHED:
-                average.add(accepted if average is self._accepted else accepted**2)
+        self._accepted, self._squares, self._drafts = _Average(_HORIZON), _Average(_HORIZON), _Average(_HORIZON)
+        for accepted in _PRIOR_MATCHED:
+            self.observe(2 * accepted, accepted)
 
-    def observe(self, accepted: int) -> None:
-        """One request's step: so many draft tokens stood."""
+    def observe(self, verified: float, accepted: float) -> None:
+        """One request's step: so many draft tokens were verified, so many stood."""
+        self._drafts.add(verified)
         self._accepted.add(accepted)
         self._squares.add(accepted**2)
+
+    @property
+    def drafts(self) -> float:
+        """Draft tokens verified per step."""
+        return self._drafts.value
 
     def length(self, *, errors: float = 0.0) -> float:
         """Tokens per step, bonus token included; `errors`: standard errors to add."""

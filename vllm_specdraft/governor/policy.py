@@ -20,7 +20,7 @@ from typing import Any
 from vllm_specdraft.governor.costs import LEARNED_STEPS, LEAST_STEPS, StepCosts, bucket_of
 from vllm_specdraft.governor.draft_yield import DraftYield, TextYield
 
-HYSTERESIS = 0.02
+HYSTERESIS = 0.03
 """Another k must be better by this share to be switched to; to none at all is switched without."""
 FROM_BELOW = 4
 """From this batch size on the first trial is of one token: verification is dear there, and one tells of more."""
@@ -32,9 +32,9 @@ LONGEST_TRIAL = 3 * TRIAL_STEPS
 """Steps after which a trial ends that saw too few it can use: requests came and went."""
 TRIAL_SHARE = 0.005
 """Share of the generating time that trials may cost."""
-FREE_S = 3.0
+FREE_S = 2.0
 """Time that trials may cost at the start, in seconds."""
-FIRST_WAIT, LONGEST_WAIT = 128, 2048
+FIRST_WAIT, LONGEST_WAIT = 256, 2048
 """Steps between two trials of something that lost; the time doubles with every loss."""
 WARM_STEPS = 64
 """First steps of an engine, which say nothing of what a step costs: code is compiled, memory touched for the first time."""
@@ -44,6 +44,8 @@ DOUBT_STEPS = 16
 What was measured of them first may be of a machine that was cold, and drafts would seem cheap for as long as nobody looks."""
 CLOSE, CLOSE_WAIT = 0.15, 512
 """What lost by less waits no longer: one bad measurement must not decide for long, and looking at it costs little."""
+UNDECIDED_STEPS = 128
+"""Steps between two trials of what seems better, but not by more than the error: to look again costs nothing, if it is."""
 HOPELESS = 0.5
 """What lost by more than this waits longest at once."""
 CREDIT_S = 30.0
@@ -125,10 +127,10 @@ class Governor:
             return 0
         bucket = bucket_of(batch)
         state = self._state(bucket)
-        if self._trial is not None and self._trial.bucket == bucket:
+        if self._trial is not None and self._trial.bucket == bucket and (self._trial.seconds or self.costs.anchored(bucket)):
             return self._trial.arm
         best = min(self._known(bucket), key=lambda k: self.score(bucket, k))
-        if self.score(bucket, best) < self.score(bucket, state.chosen) - (HYSTERESIS if best else 0.0):
+        if best != state.chosen and self.score(bucket, best) < self.score(bucket, state.chosen) - self._margin(bucket, best):
             self.switches += 1
             state.chosen = best
         # A trial goes on when the batch is back at its size.
@@ -139,19 +141,27 @@ class Governor:
             return wanted
         return state.chosen
 
+    def _margin(self, bucket: int, arm: int) -> float:
+        """By how much (log) an arm must be better to be switched to."""
+        return max(HYSTERESIS, self.costs.error(bucket, arm)) if arm else 0.0
+
     def score(self, bucket: int, arm: int, *, errors: float = 0.0) -> float:
         """Log of the time per token over that of steps without drafts; `errors`: see `DraftYield.length`."""
-        return self.costs.relative(bucket, arm)[0] - math.log(self.length(arm, errors=errors))
+        return self.cost(bucket, arm)[0] - math.log(self.length(arm, errors=errors))
+
+    def cost(self, bucket: int, arm: int) -> tuple[float, bool]:
+        """Log of a step's cost over that of one without drafts, and whether that is known."""
+        return self.costs.relative(bucket, arm, drafts=self.matches.drafts if arm == self.ngram else None)
 
     def length(self, arm: int, *, errors: float = 0.0) -> float:
         """Tokens per step of a request."""
         return self.matches.length(errors=errors) if arm == self.ngram else self.gives.length(arm, errors=errors)
 
     def _known(self, bucket: int) -> list[int]:
-        return [arm for arm in self.arms if self.costs.relative(bucket, arm)[1]]
+        return [arm for arm in self.arms if self.cost(bucket, arm)[1]]
 
     def _worth_trying(self, bucket: int, state: _Bucket) -> int | None:
-        if state.steps < LEARNED_STEPS or not self.costs.stays(bucket, state.chosen):
+        if not self.costs.anchored(bucket) or not self.costs.stays(bucket, state.chosen):
             return None
         now = self.score(bucket, state.chosen)
         found: list[tuple[float, int]] = []
@@ -164,13 +174,13 @@ class Governor:
             if k == 0 or self.costs.stays(bucket, k) or hope < now - HYSTERESIS:
                 found.append((hope, k))
         found.sort()
-        if bucket >= FROM_BELOW and not any(self.costs.relative(bucket, n)[1] for n in range(1, self.most + 1)):
+        if bucket >= FROM_BELOW and not any(self.cost(bucket, n)[1] for n in range(1, self.most + 1)):
             found.sort(key=lambda one: one[1])
         return next((k for _, k in found if self._trial_s(bucket, state.chosen, k) <= max(0.0, self._allowance_s)), None)
 
     def _trial_s(self, bucket: int, chosen: int, arm: int) -> float:
         """Seconds that a trial is expected to cost."""
-        slower = math.exp(self.costs.relative(bucket, arm)[0] - self.costs.relative(bucket, chosen)[0])
+        slower = math.exp(self.cost(bucket, arm)[0] - self.cost(bucket, chosen)[0])
         lost = slower - self.length(arm) / self.length(chosen)
         return TRIAL_STEPS * (self.costs.seconds(bucket, chosen) or 0.0) * max(0.0, lost)
 
@@ -183,10 +193,10 @@ class Governor:
         self.busy_s += step.seconds
         self._allowance_s = min(CREDIT_S, self._allowance_s + TRIAL_SHARE * step.seconds)
         if step.of_ngram:
-            for _, accepted in step.drafts:
-                self.matches.observe(accepted)
+            for verified, accepted in step.drafts:
+                self.matches.observe(verified, accepted)
             for _ in range(step.batch - len(step.drafts) if step.verified is not None else 0):
-                self.matches.observe(0)
+                self.matches.observe(0, 0)
         else:
             for verified, accepted in step.drafts:
                 self.gives.observe(verified, accepted)
@@ -198,7 +208,8 @@ class Governor:
         state.steps += 1
         steady = step.verified == step.drafted
         if steady:
-            self.costs.observe(bucket, step.drafted, step.seconds)
+            drafts = sum(verified for verified, _ in step.drafts) / step.batch if step.of_ngram else None
+            self.costs.observe(bucket, step.drafted, step.seconds, drafts=drafts)
         trial = self._trial
         if trial is None:
             return
@@ -238,6 +249,8 @@ class Governor:
         wait = min(longest, times * state.wait.get(trial.arm, first // times)) if behind > -HYSTERESIS else FIRST_WAIT
         if behind > HOPELESS:
             wait = LONGEST_WAIT
+        elif -self._margin(trial.bucket, trial.arm) < behind < 0 < trial.arm:
+            wait = UNDECIDED_STEPS
         state.wait[trial.arm] = wait
         state.due[trial.arm] = state.steps + wait
         # What loses to it is not looked at right after it, and all numbers of tokens have the same drafts: clearly lost with all.
@@ -288,8 +301,8 @@ class Governor:
 
     def _could_pay(self, bucket: int, tokens: int) -> bool:
         """Also by what other numbers of tokens cost, once one was measured: more than in proportion."""
-        measured = any(self.costs.relative(bucket, n)[1] for n in range(1, self.most + 1))
-        return not measured or self.costs.relative(bucket, tokens)[0] < math.log(1 + tokens)
+        measured = any(self.cost(bucket, n)[1] for n in range(1, self.most + 1))
+        return not measured or self.cost(bucket, tokens)[0] < math.log(1 + tokens)
 
     def name(self, arm: int) -> str:
         """How an arm is called in reports."""
@@ -321,10 +334,10 @@ class Governor:
         base = self.costs.seconds(bucket, 0)
         compared = {
             self.name(arm): {
-                "step_cost": round(math.exp(self.costs.relative(bucket, arm)[0]), 4),
+                "step_cost": round(math.exp(self.cost(bucket, arm)[0]), 4),
                 "tokens_per_step": round(self.length(arm), 4),
                 "time_per_token": round(math.exp(self.score(bucket, arm)), 4),
-                "known": self.costs.relative(bucket, arm)[1],
+                "known": self.cost(bucket, arm)[1],
                 "stays": self.costs.stays(bucket, arm),
             }
             for arm in self.arms
