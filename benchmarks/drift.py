@@ -165,24 +165,27 @@ def fine_tune(policy: Any, tokenizer: Any, examples: Sequence[tuple[str, str]]) 
     for epoch in range(EPOCHS):
         order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(epoch)).tolist()
         for start in range(0, len(order), BATCH):
-            total, tokens = torch.zeros(()), 0
-            for index in order[start : start + BATCH]:
-                question, answer = examples[index]
-                prompt = tokenizer.apply_chat_template(
-                    [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
-                )
-                head = tokenizer(prompt, add_special_tokens=False).input_ids
-                tail = tokenizer(answer + tokenizer.eos_token, add_special_tokens=False).input_ids
+            batch = [_tokens_of(tokenizer, *examples[index]) for index in order[start : start + BATCH]]
+            tokens, total = sum(len(tail) for _, tail in batch), 0.0
+            # One example at a time: the activations of all of them would be many times the policy.
+            for head, tail in batch:
                 with torch.autocast("cpu", torch.bfloat16):
                     logits = policy(input_ids=torch.tensor([head + tail])).logits[0, len(head) - 1 : -1]
-                total = total + torch.nn.functional.cross_entropy(logits.float(), torch.tensor(tail), reduction="sum")
-                tokens += len(tail)
-            (total / tokens).backward()
+                loss = torch.nn.functional.cross_entropy(logits.float(), torch.tensor(tail), reduction="sum") / tokens
+                loss.backward()
+                total += float(loss.detach())
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            losses.append(float(total.detach()) / tokens)
+            losses.append(total)
     return losses
+
+
+def _tokens_of(tokenizer: Any, question: str, answer: str) -> tuple[list[int], list[int]]:
+    """Token ids of the prompt and of the answer, its end included."""
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False)
+    head, tail = (tokenizer(text, add_special_tokens=False).input_ids for text in (prompt, answer + tokenizer.eos_token))
+    return head, tail
 
 
 def push(policy: Any, urls: Sequence[str]) -> None:

@@ -232,7 +232,7 @@ def parser() -> argparse.ArgumentParser:
     made = played.parser("governor", __doc__)
     made.add_argument("--idle-minutes", type=float, default=5.0, metavar="M", help="learning time of the draft (default 5)")
     made.add_argument(
-        "--pairs", type=int, default=8, metavar="N", help="pairs per load, up to twice as many where they are noisy (default 8)"
+        "--pairs", type=int, default=6, metavar="N", help="pairs per load, up to twice as many where they are noisy (default 6)"
     )
     made.add_argument(
         "--batches", default=",".join(map(str, LENGTHS)), metavar="A,B", help="batch sizes, of %(default)s, which is the default"
