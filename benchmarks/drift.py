@@ -211,7 +211,7 @@ def chart(followed: Sequence[Followed], path: Path, *, title: str) -> None:
         axes.set_xlabel("learning since the move (s)")
         axes.grid(alpha=0.3)
     panels[0][0].set_ylabel("accepted length (tokens per step)")
-    panels[0][0].legend(fontsize=9)
+    panels[0][0].legend(fontsize=9, loc="upper left")
     figure.suptitle(title, fontsize=11)
     figure.tight_layout()
     figure.savefig(path)

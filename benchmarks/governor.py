@@ -32,7 +32,7 @@ from vllm_specdraft.demo.prompts import PromptSource
 from vllm_specdraft.demo.run import known_type, one_line, rhythm_arguments, rhythm_of, settings
 from vllm_specdraft.demo.session import Session
 
-LENGTHS = {1: 96, 2: 96, 4: 80, 8: 64, 16: 48, 32: 48}
+LENGTHS = {1: 64, 2: 64, 4: 56, 8: 48, 16: 40, 32: 32}
 """Tokens of an answer at most, by batch size, in the mean of what follows: a batch takes some seconds at each."""
 SPREAD = (0.75, 1.25, 0.5, 1.0)
 """Of the answers' lengths: requests end one by one, with and without drafts, and others take their place."""
@@ -42,7 +42,7 @@ GROUPS = 3
 """Groups of prompts per load, in turn."""
 WARM_TURNS = 1
 PRECISE = 0.012
-"""Enough pairs when the bound is as near to the mean."""
+"""Enough pairs when the bound is as near to the mean, or above 1."""
 STALE_AFTER = 2
 """Batches with the good draft before it is replaced by the useless one."""
 STALE_PAIRS = 10
@@ -152,7 +152,7 @@ class GovernorBenchmark:
                 await turns.alone(GOVERNED, load, self._group(load, index))
             await turns.alone(NONE, load, self._group(load, 0))
             pair = 0
-            while pair < 2 * self._pairs and (pair < self._pairs or governed.half_width > PRECISE):
+            while pair < self._pairs or (pair < 2 * self._pairs and governed.half_width > PRECISE and governed.lower < 1):
                 console.progress(f"       {load.name}: pair {pair + 1}, governed over none {governed.mean:.3f} so far")
                 for arm in (GOVERNED, *fixes) if pair % 2 == 0 and pair < self._pairs else (GOVERNED,):
                     ratio = await turns.ratio(arm, load, self._group(load, pair), first=pair % 4 < 2)
