@@ -269,17 +269,22 @@ def _of_no_drafts(last_rows: Any) -> Any:
     """`SpecDecodeMetadata` of requests that verify nothing: ``[requests]`` rows whose logits are sampled from."""
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-    requests, nothing = len(last_rows), last_rows.new_empty(0)
-    ends = torch.arange(1, requests + 1, dtype=torch.int32, device=last_rows.device)
-    return SpecDecodeMetadata(
-        draft_token_ids=nothing,
-        num_draft_tokens=[0] * requests,
-        cu_num_draft_tokens=torch.zeros_like(ends),
-        cu_num_sampled_tokens=ends,
-        target_logits_indices=nothing,
-        bonus_logits_indices=ends - 1,
-        logits_indices=last_rows,
-    )
+    return SpecDecodeMetadata(**_nothing(len(last_rows), last_rows.device, last_rows.dtype), logits_indices=last_rows)
+
+
+@functools.lru_cache(maxsize=256)
+def _nothing(requests: int, device: Any, dtype: Any) -> dict[str, Any]:
+    """What such metadata have in common for so many requests; nothing of vLLM's writes into them."""
+    nothing = torch.empty(0, dtype=dtype, device=device)
+    ends = torch.arange(1, requests + 1, dtype=torch.int32, device=device)
+    return {
+        "draft_token_ids": nothing,
+        "num_draft_tokens": [0] * requests,
+        "cu_num_draft_tokens": torch.zeros_like(ends),
+        "cu_num_sampled_tokens": ends,
+        "target_logits_indices": nothing,
+        "bonus_logits_indices": ends - 1,
+    }
 
 
 def engine_may_save_before_it_ends() -> None:

@@ -40,15 +40,19 @@ class _Rows:
         self.indexed = 0
         """Blocks of the prompt that the prefix index knows of."""
 
-    def write(self, start: int, rows: np.ndarray) -> None:
-        rows = rows[: max(0, self._limit - start)]
-        stop = start + len(rows)
+    def write(self, start: int, sources: Sequence[torch.Tensor]) -> None:
+        """``[rows, width]`` each, on the CPU, side by side from position `start` on."""
+        count = min(len(sources[0]), max(0, self._limit - start))
+        stop, column = start + count, 0
         if stop > len(self._data):
             capacity = min(self._limit, max(stop, 2 * len(self._data)))
             data, known = np.empty((capacity, self._data.shape[1]), np.float32), np.zeros(capacity, bool)
             data[: len(self._data)], known[: len(self._known)] = self._data, self._known
             self._data, self._known = data, known
-        self._data[start:stop] = rows
+        rows = torch.from_numpy(self._data)[start:stop]
+        for source in sources:
+            rows[:, column : column + source.shape[1]] = source[:count]
+            column += source.shape[1]
         self._known[start:stop] = True
 
     def put(self, position: int, row: np.ndarray) -> bool:
@@ -169,7 +173,7 @@ class EngineTap:
             final: ``[tokens, hidden]``, after the target's final norm.
         """
         holes: list[tuple[StepRows, int]] = []
-        found: np.ndarray | None = None
+        found: list[torch.Tensor] | None = None
         for part in parts:
             self._count(part)
             if part.request_id in self._untapped or part.start >= self._max_sample_tokens:
@@ -191,9 +195,9 @@ class EngineTap:
                 self._give_up(part.request_id, "tap_memory")
                 continue
             if found is None:
-                # All rows of the step at once, and only when somebody wants some.
-                found = torch.cat([*taps, final], -1).float().cpu().numpy()
-            store.write(part.start, found[rows])
+                # All rows of the step at once, where they have to come from another device, and only when somebody wants some.
+                found = [*taps, final] if final.device.type == "cpu" else [torch.cat([*taps, final], -1).float().cpu()]
+            store.write(part.start, [source[rows] for source in found])
             if not holes or holes[-1][0] is not part:
                 self._index(store, min(part.start + standing, len(part.prompt_ids)))
         self._fill(holes)
@@ -249,7 +253,7 @@ class EngineTap:
                 if first is None:
                     left.append((part, standing))
                     continue
-                store.write(0, first.numpy())
+                store.write(0, [first])
                 self.filled_rows += part.start
                 self._index(store, min(part.start + standing, len(part.prompt_ids)))
             if len(left) == len(holes):

@@ -96,6 +96,8 @@ def forget_gaps(worker: Any) -> None:
     gaps = worker.specdraft_agent.gaps
     gaps._row_of[:] = -1
     gaps._held = 0
+    gaps._pending.clear()
+    gaps._pending_rows = 0
 
 
 class Runs:

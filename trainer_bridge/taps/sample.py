@@ -12,6 +12,7 @@ distribution of token ``i + 1``. The last token was sampled but never fed back, 
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import torch
@@ -114,6 +115,11 @@ class TapSample:
             )
         if not self.final_is_normed:
             raise SampleError(f"{self.request_id}: final states before the norm; apply the target's final norm first")
-        if not bool(torch.isfinite(self.taps).all()) or not bool(torch.isfinite(self.final).all()):
+        if not (_is_finite(self.taps) and _is_finite(self.final)):
             raise SampleError(f"{self.request_id}: hidden states hold NaN or infinity")
         return self
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all values are. A finite sum says so, and sooner; one that overflowed does not deny it."""
+    return math.isfinite(tensor.sum()) or bool(torch.isfinite(tensor).all())

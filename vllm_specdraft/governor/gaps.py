@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ import numpy as np
 import torch
 
 _WHOLE, _LOST = -1, -2
+_PENDING_ROWS = 256
+"""Rows that wait to be kept together."""
 ROWS_PER_STEP = 2048
 """Rows that one step fills at most: coming back must not hold a step up for long."""
 
@@ -65,17 +68,19 @@ class DraftGaps:
         self._rows: torch.Tensor | None = None
         self._slot_of = np.zeros(0, np.int64)
         self._next = self._held = 0
+        self._pending: list[tuple[np.ndarray, Sequence[torch.Tensor]]] = []
+        self._pending_rows = 0
         self._whole: dict[str, tuple[int, int]] = {}
         """Requests without a gap before their last rows, which were these."""
         self.counters = GapCounters()
 
-    def _allocate(self, like: torch.Tensor) -> None:
+    def _allocate(self, width: int, like: torch.Tensor) -> None:
         """All memory at once: no rank may run out of it in the middle, while others go on. It is used as it is needed."""
         self._block_size = int(self._drafter.block_size)
         slots = self._runner.kv_cache_config.num_blocks * self._block_size
-        rows = max(1, min(slots, self._limit_bytes // (like.shape[1] * like.element_size())))
+        rows = max(1, min(slots, self._limit_bytes // (width * like.element_size())))
         self._row_of = np.full(slots, _WHOLE, np.int32)
-        self._rows = torch.empty(rows, like.shape[1], dtype=like.dtype, device=like.device)
+        self._rows = torch.empty(rows, width, dtype=like.dtype, device=like.device)
         self._slot_of = np.full(rows, -1, np.int64)
 
     # -- a step without drafts ---------------------------------------------------------------------------------------------
@@ -83,8 +88,6 @@ class DraftGaps:
     def leave_out(self, inputs: dict[str, Any]) -> None:
         """Keep what ``propose(**inputs)`` would have read."""
         metadata, hidden = inputs["common_attn_metadata"], inputs["target_hidden_states"]
-        if self._rows is None:
-            self._allocate(hidden)
         bounds = metadata.query_start_loc_cpu.numpy()
         slots = metadata.slot_mapping[: bounds[-1]].cpu().numpy()
         hidden = hidden[: bounds[-1]]
@@ -94,24 +97,52 @@ class DraftGaps:
             ends = np.repeat(bounds[1:] - refused.cpu().numpy()[: len(bounds) - 1], np.diff(bounds))
             rows = np.flatnonzero(np.arange(bounds[-1]) < ends)
             slots, hidden = slots[rows], hidden[torch.from_numpy(rows)]
-        self._keep(slots, hidden)
+        self._left_out(slots, [hidden])
+        self._keep_pending()
+
+    def leave_out_plain(self, metadata: Any, states: Sequence[torch.Tensor]) -> None:
+        """The same of a step in which every row stands; `states`: ``[rows, hidden]`` per tap layer, which side by side are what the
+        draft reads."""
+        count = int(metadata.query_start_loc_cpu[-1])
+        slots = metadata.slot_mapping[:count].cpu().numpy()
+        on_cpu = states[0].device.type == "cpu"
+        # The slots are a buffer of the runner's; so are the states, where steps are captured as graphs.
+        self._left_out(slots.copy() if on_cpu else slots, [state[:count] for state in states])
+        if not on_cpu or self._pending_rows >= _PENDING_ROWS:
+            self._keep_pending()
+
+    def _left_out(self, slots: np.ndarray, states: Sequence[torch.Tensor]) -> None:
+        if self._rows is None:
+            self._allocate(sum(state.shape[1] for state in states), states[0])
+        self._pending.append((slots, states))
+        self._pending_rows += len(slots)
         for request_id in self._runner.input_batch.req_ids:
             self._whole.pop(request_id, None)
         self.counters.steps_without_draft += 1
 
-    def _keep(self, slots: np.ndarray, hidden: torch.Tensor) -> None:
-        assert self._rows is not None
-        if (over := len(slots) - len(self._slot_of)) > 0:
-            self._lose(slots[:over])
-            slots, hidden = slots[over:], hidden[over:]
-        # In two parts where the end of the memory comes between.
-        while len(slots):
-            part = min(len(slots), len(self._slot_of) - self._next)
-            self._write(self._next, slots[:part], hidden[:part])
-            self._next = (self._next + part) % len(self._slot_of)
-            slots, hidden = slots[part:], hidden[part:]
+    def _keep_pending(self) -> None:
+        """What waits is kept now, in its order. Many small writes would take longer than their rows."""
+        pending, self._pending, self._pending_rows = self._pending, [], 0
+        if not pending:
+            return
+        slots = np.concatenate([slots for slots, _ in pending])
+        if len({len(states) for _, states in pending}) > 1:
+            pending = [(slots, [torch.cat(list(states), -1)]) for slots, states in pending]
+        columns = zip(*(states for _, states in pending), strict=True)
+        self._keep(slots, [torch.cat(column) if len(column) > 1 else column[0] for column in columns])
 
-    def _write(self, start: int, slots: np.ndarray, hidden: torch.Tensor) -> None:
+    def _keep(self, slots: np.ndarray, states: Sequence[torch.Tensor]) -> None:
+        assert self._rows is not None
+        first = max(0, len(slots) - len(self._slot_of))
+        self._lose(slots[:first])
+        # In two parts where the end of the memory comes between.
+        while first < len(slots):
+            stop = first + min(len(slots) - first, len(self._slot_of) - self._next)
+            self._write(self._next, slots[first:stop], [state[first:stop] for state in states])
+            self._next = (self._next + stop - first) % len(self._slot_of)
+            first = stop
+
+    def _write(self, start: int, slots: np.ndarray, states: Sequence[torch.Tensor]) -> None:
         assert self._rows is not None
         stop = start + len(slots)
         taken = np.arange(start, stop)
@@ -119,10 +150,15 @@ class DraftGaps:
         before = self._slot_of[start:stop]
         if before[-1] >= 0:
             self._lose(before[(before >= 0) & (self._row_of[np.maximum(before, 0)] == taken)])
-        self._held += len(slots) - int(np.count_nonzero(self._row_of[slots] >= 0))
+        # A slot may come twice: what was in it last counts.
+        different = np.unique(slots)
+        self._held += int(np.count_nonzero(self._row_of[different] < 0))
         self._row_of[slots] = taken
         self._slot_of[start:stop] = slots
-        self._rows[start:stop] = hidden
+        column = 0
+        for state in states:
+            self._rows[start:stop, column : column + state.shape[1]] = state
+            column += state.shape[1]
         self.counters.kept_rows += len(slots)
 
     def _lose(self, slots: np.ndarray) -> None:
@@ -134,6 +170,7 @@ class DraftGaps:
 
     def make_up(self, inputs: dict[str, Any]) -> None:
         """Before ``propose(**inputs)``: give the draft what it was left out of, as far as these requests need it."""
+        self._keep_pending()
         if not (self._held or self.counters.lost_rows):
             return
         self._forget_requests()
@@ -241,6 +278,7 @@ class DraftGaps:
 
     def skipped(self, metadata: Any) -> None:
         """vLLM left the draft out of a step by itself: what was kept for its slots is another request's."""
+        self._keep_pending()
         if self._rows is not None:
             self._forget(metadata.slot_mapping[: int(metadata.query_start_loc_cpu[-1])].cpu().numpy())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,9 +55,7 @@ class GovernedProposer:
         none_before = spec_decode_metadata is not None and spec_decode_metadata.max_spec_len == 0
         if none_now and none_before and aux_hidden_states is not None:
             # Nothing of what vLLM prepares for the draft is needed: every row stands, and its hidden states are kept as they are.
-            rows = scheduler_output.total_num_scheduled_tokens
-            hidden = torch.cat([states[:rows] for states in aux_hidden_states], -1)
-            found = self._before(0, {"common_attn_metadata": common_attn_metadata, "target_hidden_states": hidden})
+            found = self._guarded(lambda: self._plainly(common_attn_metadata, aux_hidden_states))
             if found is not None:
                 return found
         return self._plan(
@@ -70,15 +69,28 @@ class GovernedProposer:
 
     def _before(self, tokens: int, inputs: dict[str, Any]) -> torch.Tensor | None:
         """What a step without the draft proposes; None: the draft has to be asked, and has made up for what it missed."""
-        if self._broken:
-            return None
-        # A guest in the engine's step: what it raises must not end the step, only its own part.
-        try:
+
+        def before() -> torch.Tensor | None:
             if tokens == 0 or self._matches:
                 proposed = self._without_draft(tokens, inputs)
                 self.gaps.leave_out(inputs)
                 return proposed
             self.gaps.make_up(inputs)
+            return None
+
+        return self._guarded(before)
+
+    def _plainly(self, metadata: Any, states: Sequence[torch.Tensor]) -> torch.Tensor:
+        self.gaps.leave_out_plain(metadata, states)
+        self._runner.drafter._last_draft_probs = None
+        return torch.empty(metadata.num_reqs, 0, dtype=torch.int64, device=states[0].device)
+
+    def _guarded(self, work: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+        """A guest in the engine's step: what it raises must not end the step, only its own part."""
+        if self._broken:
+            return None
+        try:
+            return work()
         except Exception:
             logger.exception("the draft runs in every step from here on: keeping what it is left out of failed")
             self._broken = True
