@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 UNREAD = frozenset({learner_state.VERSION_KEY, "dtype", "torch_dtype", "transformers_version", "_name_or_path"})
 """Entries of a draft's config that do not change what it computes."""
+HEAP_QUIET_S = 2.0
+"""Without a step for so long free pages go back to the system; before, a next batch may need them, and new ones take time."""
 STATUS_INTERVAL_S, BUSY_STATUS_INTERVAL_S = 0.3, 1.0
 """A busy engine waits while its status is written."""
 TAP_SHARE = 0.25
@@ -133,9 +135,13 @@ class WorkerAgent:
 
     def wait_s(self) -> float:
         """How long the worker may wait for a message before `window_open`, in seconds."""
-        if self.idle.state is IdleState.BUSY or not (self._heap.wanted or self._may_learn()):
-            return self.idle.waits(STATUS_INTERVAL_S)
-        return self.idle.waits(self.idle.opens_in_s)
+        wait_s = STATUS_INTERVAL_S
+        if self.idle.state is not IdleState.BUSY:
+            if self._may_learn():
+                wait_s = self.idle.opens_in_s
+            elif self._heap.wanted:
+                wait_s = min(wait_s, max(self.idle.opens_in_s, HEAP_QUIET_S - self.idle.quiet_s))
+        return self.idle.waits(wait_s)
 
     def window_open(self) -> None:
         """No message for as long as `wait_s` said: learn for one piece, or write what is due."""
@@ -145,7 +151,7 @@ class WorkerAgent:
                 self._round_open = False
                 self.replay.round_ended()
                 self._heap.wanted = True
-            if self._heap.wanted and not self.policy.updates.building:
+            if self._heap.wanted and self.idle.quiet_s >= HEAP_QUIET_S and not self.policy.updates.building:
                 # A piece at a time, as with learning: a request may come. A build is about to use what is free.
                 self._heap.tidy()
             elif self._may_learn():

@@ -71,6 +71,11 @@ class IdleMonitor:
         return IdleState.OPEN if self.opens_in_s <= 0 else IdleState.COOLING
 
     @property
+    def quiet_s(self) -> float:
+        """Seconds since the last step. Meaningless while BUSY."""
+        return self._clock() - self._quiet_since
+
+    @property
     def opens_in_s(self) -> float:
         """Seconds until the window opens if nothing happens; 0 when open. Meaningless while BUSY."""
         return max(0.0, self._quiet_since + self._cool_s - self._clock())

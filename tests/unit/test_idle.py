@@ -90,6 +90,16 @@ def test_opens_in_counts_down_from_the_end_of_the_last_step(clock: Clock) -> Non
     assert monitor.opens_in_s == 2.0
 
 
+def test_quiet_time_is_counted_from_the_end_of_the_last_step(clock: Clock) -> None:
+    monitor = IdleMonitor(0.5, clock)
+    monitor.step_began()
+    clock.now += 4
+    monitor.step_ended()
+    assert monitor.quiet_s == 0
+    clock.now += 2
+    assert monitor.quiet_s == 2
+
+
 def test_without_quiet_time_the_window_opens_with_the_end_of_the_step(clock: Clock) -> None:
     monitor = IdleMonitor(0.0, clock)
     assert monitor.state is IdleState.OPEN

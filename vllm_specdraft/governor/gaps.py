@@ -75,12 +75,13 @@ class DraftGaps:
         self.counters = GapCounters()
 
     def _allocate(self, width: int, like: torch.Tensor) -> None:
-        """All memory at once: no rank may run out of it in the middle, while others go on. It is used as it is needed."""
+        """All memory at once: no rank may run out of it in the middle, while others go on."""
         self._block_size = int(self._drafter.block_size)
         slots = self._runner.kv_cache_config.num_blocks * self._block_size
         rows = max(1, min(slots, self._limit_bytes // (width * like.element_size())))
         self._row_of = np.full(slots, _WHOLE, np.int32)
-        self._rows = torch.empty(rows, width, dtype=like.dtype, device=like.device)
+        # Written to: a page that is new to the process takes microseconds, which steps would pay one by one.
+        self._rows = torch.empty(rows, width, dtype=like.dtype, device=like.device).fill_(0)
         self._slot_of = np.full(rows, -1, np.int64)
 
     # -- a step without drafts ---------------------------------------------------------------------------------------------
