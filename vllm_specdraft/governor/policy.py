@@ -193,10 +193,10 @@ class Governor:
         self.busy_s += step.seconds
         self._allowance_s = min(CREDIT_S, self._allowance_s + TRIAL_SHARE * step.seconds)
         if step.of_ngram:
-            for verified, accepted in step.drafts:
+            # Not beside a prompt, where who had no match cannot be told from who was not drafted for.
+            nothing = [(0, 0)] * (step.batch - len(step.drafts))
+            for verified, accepted in (*step.drafts, *nothing) if step.verified is not None else ():
                 self.matches.observe(verified, accepted)
-            for _ in range(step.batch - len(step.drafts) if step.verified is not None else 0):
-                self.matches.observe(0, 0)
         else:
             for verified, accepted in step.drafts:
                 self.gives.observe(verified, accepted)
