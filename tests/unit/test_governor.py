@@ -311,6 +311,35 @@ def test_what_was_never_measured_is_guessed_and_says_so() -> None:
     assert costs.relative(4, 3)[0] > costs.relative(4, 1)[0]
 
 
+def test_a_cost_is_not_measured_against_another_batch_size() -> None:
+    """What the machine's speed did while another size ran is no cost of what follows."""
+    costs = StepCosts()
+    fed(costs, 1, 0, lambda _: 0.05, 30)
+    fed(costs, 1, 2, lambda _: 0.06, 30)
+    for factor in (1.5, 0.7, 1.3):
+        fed(costs, 8, 0, lambda _: 0.08, 30)
+        # The size is back, and the machine has another speed.
+        fed(costs, 1, 2, lambda _, factor=factor: 0.06 * factor, 30)  # type: ignore[misc]
+        assert math.exp(costs.relative(1, 2)[0]) == pytest.approx(1.2, rel=0.01)
+        assert costs.seconds(1, 2) == pytest.approx(0.06 * factor, rel=0.1)
+
+
+def test_drafts_of_any_number_cost_by_how_many_they_are() -> None:
+    """Measured where there were few matches, asked where there are many."""
+    costs, ngram = StepCosts(3), 4
+    fed(costs, 1, 0, lambda _: 0.05, 30)
+    for _ in range(30):
+        costs.observe(1, ngram, 0.055, drafts=0.8)
+    few, many = (math.exp(costs.relative(1, ngram, drafts=drafts)[0]) for drafts in (0.8, 1.8))
+    assert few == pytest.approx(1.1, rel=0.01) and many == pytest.approx(1.2, rel=0.01)
+    before = costs.error(1, ngram)
+    for _ in range(4):
+        fed(costs, 1, 0, lambda _: 0.05, 15)
+        for _ in range(15):
+            costs.observe(1, ngram, 0.055, drafts=0.8)
+    assert 0 < costs.error(1, ngram) < before
+
+
 def test_a_stay_too_short_tells_nothing() -> None:
     costs = StepCosts()
     fed(costs, 1, 0, lambda _: 0.05, LEARNED_STEPS)

@@ -82,8 +82,7 @@ class GovernedProposer:
 
     def _plainly(self, metadata: Any, states: Sequence[torch.Tensor]) -> torch.Tensor:
         self.gaps.leave_out_plain(metadata, states)
-        self._runner.drafter._last_draft_probs = None
-        return torch.empty(metadata.num_reqs, 0, dtype=torch.int64, device=states[0].device)
+        return self._without_draft(0, {"common_attn_metadata": metadata, "target_hidden_states": states[0]})
 
     def _guarded(self, work: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
         """A guest in the engine's step: what it raises must not end the step, only its own part."""
