@@ -14,7 +14,7 @@ import pytest
 import requests
 import torch
 
-from tests.in_vllm import tiny, tiny_engine
+from tests.in_vllm import engines, tiny, tiny_engine
 from tests.tolerances import GREEDY_TIE, TAPS_VS_HUGGING_FACE
 from trainer_bridge.draft import checkpoint
 from trainer_bridge.taps import TapSample
@@ -132,6 +132,5 @@ def test_the_server_makes_a_draft_for_a_target_it_never_saw(tmp_path: Path) -> N
             assert choice["prompt_token_ids"] == prompt
             assert len(choice["token_ids"]) == 16
             _assert_greedy(model, [prompt], [choice["token_ids"]])
-        counters = requests.get(f"{server.url}/specdraft/status", timeout=10).json()["counters"]
-        assert counters["draft_steps"] > 0
+        assert engines.status(server.url)["counters"]["draft_steps"] > 0
     assert [path.name.partition("-eagle3-")[0] for path in (tmp_path / "cache" / "drafts").iterdir()] == ["qwen3-tied"]
