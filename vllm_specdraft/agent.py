@@ -82,7 +82,8 @@ class WorkerAgent:
         version = int(self._model_config.get(learner_state.VERSION_KEY, 0))
         self.slots = DraftSlots(state, version=version, rollbacks=saved.rollbacks if saved else 0)
         self.swapper = DraftSwap(runner)
-        self.gaps = GovernedProposer(runner, gap_bytes=config.gap_bytes).gaps if config.governor else None
+        self._proposer = GovernedProposer(runner, gap_bytes=config.gap_bytes) if config.governor else None
+        self.gaps = self._proposer.gaps if self._proposer is not None else None
         self.governor: dict[str, Any] | None = None
         """What the governor reported last."""
         self._heap = Heap()
@@ -132,6 +133,15 @@ class WorkerAgent:
     def close(self) -> None:
         """The process ends: save what was learned since the last checkpoint."""
         self.saving.close()
+
+    def catch_up(self) -> None:
+        """Before the worker looks for a message: what the last step left to be done, its answer being on its way."""
+        if self.tap.in_step:
+            return
+        self.tap.catch_up()
+        if self._proposer is not None:
+            self._proposer.catch_up()
+        self.write_status(every_s=BUSY_STATUS_INTERVAL_S)
 
     def wait_s(self) -> float:
         """How long the worker may wait for a message before `window_open`, in seconds."""
@@ -188,7 +198,6 @@ class WorkerAgent:
         self.idle.step_ended()
         self.engine_steps += 1
         self.engine_step_seconds += time.perf_counter() - self._step_began
-        self.write_status(every_s=BUSY_STATUS_INTERVAL_S)
 
     def _on_governed(self, found: dict[str, Any]) -> None:
         if found["acceptance_collapsed"] and not (self.governor and self.governor["acceptance_collapsed"]):

@@ -68,6 +68,7 @@ def worker_learns_between_messages() -> None:
         agent = start()
         try:
             while True:
+                agent.catch_up()
                 if message_waits(queue, agent.wait_s()):
                     self._execute_worker_rpc(queue.dequeue(indefinite=True))
                 else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from trainer_bridge.taps import TapSample
@@ -16,7 +18,8 @@ class RunnerTap:
     """Reads accepted rows around sampling, and finished requests before the next step removes them.
 
     ``sample_tokens`` is the seam because it is called for every step that ran the target; the drafter's own call is skipped
-    for a whole batch near the draft's length limit.
+    for a whole batch near the draft's length limit. What is read is stored later (`catch_up`), while the engine core plans the
+    next step and the worker would only wait for it.
     """
 
     def __init__(
@@ -40,6 +43,9 @@ class RunnerTap:
         self._step_began, self._step_ended, self._failed = step_began, step_ended, failed
         self._governed = governed
         self._broken = False
+        self.in_step = False
+        """Between a step's forward and the end of its sampling: whoever works now holds the step up."""
+        self._later: deque[Callable[[], object]] = deque()
         self.collector = EngineTap(
             tap_layers=tap_layers,
             num_speculative_tokens=num_speculative_tokens,
@@ -52,18 +58,25 @@ class RunnerTap:
         self._execute_model, self._sample_tokens = runner.execute_model, runner.sample_tokens
         runner.execute_model, runner.sample_tokens = self._on_execute, self._on_sample
 
+    def catch_up(self) -> None:
+        """Store what the last step left, unless the next one is half done. Called before every message, and every step."""
+        while self._later and not self.in_step:
+            self._guarded(self._later.popleft())
+
     def _on_execute(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self.catch_up()
         for request_id in scheduler_output.finished_req_ids:
             self._guarded(self._finish, request_id)
         if (report := getattr(scheduler_output, plan.REPORT, None)) is not None:
             self._guarded(self._governed, report)
         if scheduler_output.total_num_scheduled_tokens:
+            self.in_step = True
             self._step_began()
         try:
             return self._execute_model(scheduler_output, *args, **kwargs)
         except BaseException:
             # No sampling will follow: without this the window would stay shut for ever.
-            self._step_ended()
+            self._end_step()
             raise
 
     def _on_sample(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,11 +86,15 @@ class RunnerTap:
         try:
             output = self._sample_tokens(*args, **kwargs)
             if starts is not None and state.aux_hidden_states is not None:
-                self._guarded(self._store, starts, state, output)
+                self._later.append(partial(self._store, starts, state, output))
             return output
         finally:
             if state is not None:
-                self._step_ended()
+                self._end_step()
+
+    def _end_step(self) -> None:
+        self.in_step = False
+        self._step_ended()
 
     def _guarded(self, work: Callable[..., T], *args: Any) -> T | None:
         """A guest in the engine's step: what it raises must not end the step."""
@@ -125,21 +142,21 @@ class RunnerTap:
         return parts
 
     def _finish(self, request_id: str) -> None:
+        """Read what the runner knows of a request; its sample is built later."""
         request = self._runner.requests.get(request_id)
         if request is None or request.prompt_token_ids is None or request.sampling_params is None:
-            self.collector.discard(request_id)
+            self._later.append(partial(self.collector.discard, request_id))
             return
         params = request.sampling_params
-        self.collector.finish(
-            FinishedRequest(
-                request_id=request_id,
-                prompt_ids=request.prompt_token_ids,
-                answer_ids=request.output_token_ids,
-                stop_ids=frozenset((params.stop_token_ids or ()) if params.ignore_eos else params.all_stop_token_ids),
-                max_answer_tokens=params.max_tokens,
-                max_total_tokens=self._max_model_len,
-            )
+        finished = FinishedRequest(
+            request_id=request_id,
+            prompt_ids=request.prompt_token_ids,
+            answer_ids=list(request.output_token_ids),
+            stop_ids=frozenset((params.stop_token_ids or ()) if params.ignore_eos else params.all_stop_token_ids),
+            max_answer_tokens=params.max_tokens,
+            max_total_tokens=self._max_model_len,
         )
+        self._later.append(partial(self.collector.finish, finished))
 
 
 def _refusal(request: Any) -> str | None:

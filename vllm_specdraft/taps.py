@@ -215,7 +215,8 @@ class EngineTap:
         Returns:
             False when `step` has to do it.
         """
-        found = torch.cat([*taps, final], -1).float().cpu().numpy() if self._rows else None
+        # NumPy: the engine core has a core of the machine for itself meanwhile, and torch would wait for a thread on it.
+        found = np.concatenate([rows.float().cpu().numpy() for rows in (*taps, final)], -1) if self._rows else None
         for index, (request_id, start) in enumerate(zip(ids, starts, strict=True)):
             store = self._rows.get(request_id)
             if store is None:

@@ -81,9 +81,13 @@ class FollowerAgent:
     def __init__(self, runner: Any, config: EngineConfig, ranks: Ranks) -> None:
         self._runner, self._ranks, self._swapper = runner, ranks, DraftSwap(runner)
         self._heap = Heap()
-        if config.governor:
-            GovernedProposer(runner, gap_bytes=config.gap_bytes)
+        self._proposer = GovernedProposer(runner, gap_bytes=config.gap_bytes) if config.governor else None
         self._updates = PolicyUpdates(runner, ranks, self._swapper, self._heap, keep_previous=config.keep_previous)
+
+    def catch_up(self) -> None:
+        """What the last step left to be done."""
+        if self._proposer is not None:
+            self._proposer.catch_up()
 
     def wait_s(self) -> float:
         """How long to wait for a message: there is hardly anything else to do."""

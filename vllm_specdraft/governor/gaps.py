@@ -109,7 +109,12 @@ class DraftGaps:
         on_cpu = states[0].device.type == "cpu"
         # The slots are a buffer of the runner's; so are the states, where steps are captured as graphs.
         self._left_out(slots.copy() if on_cpu else slots, [state[:count] for state in states])
-        if not on_cpu or self._pending_rows >= _PENDING_ROWS:
+        if not on_cpu:
+            self._keep_pending()
+
+    def catch_up(self) -> None:
+        """Between two steps: keep what waits, once it is enough to be worth a write."""
+        if self._pending_rows >= _PENDING_ROWS:
             self._keep_pending()
 
     def _left_out(self, slots: np.ndarray, states: Sequence[torch.Tensor]) -> None:

@@ -29,6 +29,11 @@ class GovernedProposer:
             runner.propose_draft_token_ids, runner.drafter.propose = self._on_plan, self._on_propose
             runner.sample_tokens = self._on_sample
 
+    @torch.inference_mode()
+    def catch_up(self) -> None:
+        """Between two steps: what the last one left to be done."""
+        self._guarded(self.gaps.catch_up)
+
     def _on_sample(self, *args: Any, **kwargs: Any) -> Any:
         state, self._asked = self._runner.execute_model_state, False
         output = self._sample(*args, **kwargs)
