@@ -26,13 +26,17 @@ def _group_of(prompt_ids: Sequence[int]) -> str:
     return hashlib.blake2b(repr(list(prompt_ids)).encode(), digest_size=12).hexdigest()
 
 
+_ANSWER_ROWS = 64
+"""Room for so much of an answer at first."""
+
+
 class _Rows:
     """Growing row store of one request: taps and final state side by side, and which positions are known."""
 
     def __init__(self, width: int, limit: int, chain: PrefixChain, prompt_tokens: int) -> None:
         """`limit`: positions from this one on are not kept."""
         # NumPy: a step writes a row for each request, and a small write through torch takes several times as long.
-        self._data = np.empty((min(256, limit), width), np.float32)
+        self._data = np.empty((min(prompt_tokens + _ANSWER_ROWS, limit), width), np.float32)
         self._known = np.zeros(len(self._data), bool)
         self._limit = limit
         self._prompt_tokens = prompt_tokens
@@ -40,8 +44,8 @@ class _Rows:
         self.indexed = 0
         """Blocks of the prompt that the prefix index knows of."""
 
-    def write(self, start: int, sources: Sequence[torch.Tensor]) -> None:
-        """``[rows, width]`` each, on the CPU, side by side from position `start` on."""
+    def write(self, start: int, sources: Sequence[np.ndarray]) -> None:
+        """``[rows, width]`` each, side by side from position `start` on."""
         count = min(len(sources[0]), max(0, self._limit - start))
         stop, column = start + count, 0
         if stop > len(self._data):
@@ -49,9 +53,8 @@ class _Rows:
             data, known = np.empty((capacity, self._data.shape[1]), np.float32), np.zeros(capacity, bool)
             data[: len(self._data)], known[: len(self._known)] = self._data, self._known
             self._data, self._known = data, known
-        rows = torch.from_numpy(self._data)[start:stop]
         for source in sources:
-            rows[:, column : column + source.shape[1]] = source[:count]
+            self._data[start:stop, column : column + source.shape[1]] = source[:count]
             column += source.shape[1]
         self._known[start:stop] = True
 
@@ -74,6 +77,14 @@ class _Rows:
         if count > len(self._data) or not self._known[:count].all():
             return None
         return torch.from_numpy(self._data[:count])
+
+    def take(self, count: int) -> torch.Tensor | None:
+        """The same as `first_rows`, at the end of the store's life: they hold no more memory than they fill, and are no copy."""
+        if (rows := self.first_rows(count)) is not None:
+            del rows
+            self._data.resize((count, self._data.shape[1]), refcheck=False)
+            rows = torch.from_numpy(self._data)
+        return rows
 
     @property
     def nbytes(self) -> int:
@@ -173,7 +184,7 @@ class EngineTap:
             final: ``[tokens, hidden]``, after the target's final norm.
         """
         holes: list[tuple[StepRows, int]] = []
-        found: list[torch.Tensor] | None = None
+        found: list[np.ndarray] | None = None
         for part in parts:
             self._count(part)
             if part.request_id in self._untapped or part.start >= self._max_sample_tokens:
@@ -196,7 +207,8 @@ class EngineTap:
                 continue
             if found is None:
                 # All rows of the step at once, where they have to come from another device, and only when somebody wants some.
-                found = [*taps, final] if final.device.type == "cpu" else [torch.cat([*taps, final], -1).float().cpu()]
+                states = [*taps, final] if final.device.type == "cpu" else [torch.cat([*taps, final], -1)]
+                found = [rows.float().cpu().numpy() for rows in states]
             store.write(part.start, [source[rows] for source in found])
             if not holes or holes[-1][0] is not part:
                 self._index(store, min(part.start + standing, len(part.prompt_ids)))
@@ -254,7 +266,7 @@ class EngineTap:
                 if first is None:
                     left.append((part, standing))
                     continue
-                store.write(0, [first])
+                store.write(0, [first.numpy()])
                 self.filled_rows += part.start
                 self._index(store, min(part.start + standing, len(part.prompt_ids)))
             if len(left) == len(holes):
@@ -322,7 +334,7 @@ class EngineTap:
         if len(ids) <= len(request.prompt_ids):
             self.dropped["prompt_too_long"] += 1
             return None
-        taken = rows.first_rows(len(ids) - 1)
+        taken = rows.take(len(ids) - 1)
         if taken is None:
             self.dropped["hole"] += 1
             return None
@@ -346,8 +358,8 @@ class EngineTap:
             positions=torch.arange(len(ids)),
             loss_mask=mask,
             tap_layers=self.tap_layers,
-            taps=rows[:, :-hidden].clone(memory_format=torch.contiguous_format),
-            final=rows[:, -hidden:].clone(memory_format=torch.contiguous_format),
+            taps=rows[:, :-hidden],
+            final=rows[:, -hidden:],
             final_is_normed=True,
         )
 
