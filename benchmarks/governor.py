@@ -41,8 +41,8 @@ DRAIN = (8, 10, 12, 15, 18, 22, 27, 33, 40, 48, 58, 70, 85, 100, 115, 128)
 GROUPS = 3
 """Groups of prompts per load, in turn."""
 WARM_TURNS = 1
-PRECISE = 0.012
-"""Enough pairs when the bound is as near to the mean, or above 1."""
+PRECISE, MOST = 0.012, 3
+"""Enough pairs when the bound is as near to the mean, or above 1; at most so many times ``--pairs``."""
 STALE_AFTER = 2
 """Batches with the good draft before it is replaced by the useless one."""
 STALE_PAIRS = 10
@@ -152,7 +152,7 @@ class GovernorBenchmark:
                 await turns.alone(GOVERNED, load, self._group(load, index))
             await turns.alone(NONE, load, self._group(load, 0))
             pair = 0
-            while pair < self._pairs or (pair < 2 * self._pairs and governed.half_width > PRECISE and governed.lower < 1):
+            while pair < self._pairs or (pair < MOST * self._pairs and governed.half_width > PRECISE and governed.lower < 1):
                 console.progress(f"       {load.name}: pair {pair + 1}, governed over none {governed.mean:.3f} so far")
                 for arm in (GOVERNED, *fixes) if pair % 2 == 0 and pair < self._pairs else (GOVERNED,):
                     ratio = await turns.ratio(arm, load, self._group(load, pair), first=pair % 4 < 2)
@@ -232,7 +232,7 @@ def parser() -> argparse.ArgumentParser:
     made = played.parser("governor", __doc__)
     made.add_argument("--idle-minutes", type=float, default=5.0, metavar="M", help="learning time of the draft (default 5)")
     made.add_argument(
-        "--pairs", type=int, default=6, metavar="N", help="pairs per load, up to twice as many where they are noisy (default 6)"
+        "--pairs", type=int, default=4, metavar="N", help="pairs per load, three times as many where they are noisy (default 4)"
     )
     made.add_argument(
         "--batches", default=",".join(map(str, LENGTHS)), metavar="A,B", help="batch sizes, of %(default)s, which is the default"
