@@ -3,8 +3,9 @@ drains, with a draft that learned, one that is useless, and one that becomes use
 of draft tokens.
 
 ``python -m benchmarks.governor --json`` prints progress on standard error and one JSON object as the last line of standard
-output. A pair is one batch that both servers answer in turns of a fraction of a second; a bound is the one-sided lower 95% bound of
-the mean of the pairs' ratios.
+output. A pair is one batch that both servers answer in turns of a fraction of a second: of a steady one the time counts while
+all of its requests decode, of a draining one from the first prompt to the last token. A bound is the one-sided lower 95% bound
+of the mean of the pairs' ratios.
 """
 
 from __future__ import annotations
@@ -28,19 +29,18 @@ from trainer_bridge.draft import checkpoint, registry
 from vllm_specdraft.demo import table
 from vllm_specdraft.demo.client import Client, RequestError, Sampling, gather_or_cancel
 from vllm_specdraft.demo.interrupts import Interrupts
-from vllm_specdraft.demo.prompts import PromptSource
+from vllm_specdraft.demo.prompts import Prompt, PromptSource
 from vllm_specdraft.demo.run import known_type, one_line, rhythm_arguments, rhythm_of, settings
 from vllm_specdraft.demo.session import Session
 
-LENGTHS = {1: 64, 2: 64, 4: 56, 8: 48, 16: 40, 32: 32}
-"""Tokens of an answer at most, by batch size, in the mean of what follows: a batch takes some seconds at each."""
-SPREAD = (0.75, 1.25, 0.5, 1.0)
-"""Of the answers' lengths: requests end one by one, with and without drafts, and others take their place."""
+LENGTHS = {1: 96, 2: 96, 4: 96, 8: 80, 16: 64, 32: 48}
+"""Tokens of every answer of a steady batch, by batch size: its decoding takes some seconds at each."""
+CANDIDATES = 2
+"""Prompts that are asked for each one that is needed: those with long answers are taken."""
 DRAIN = (8, 10, 12, 15, 18, 22, 27, 33, 40, 48, 58, 70, 85, 100, 115, 128)
 """Longest answers of a batch that drains, as rollouts do: half of the time a quarter of it runs."""
 GROUPS = 3
 """Groups of prompts per load, in turn."""
-WARM_TURNS = 1
 PRECISE, MOST = 0.012, 3
 """Enough pairs when the bound is as near to the mean, or above 1; at most so many times ``--pairs``."""
 STALE_AFTER = 2
@@ -51,12 +51,8 @@ LEAK_WARM_SHARE = 0.3
 
 def loads(batches: Sequence[int]) -> list[Load]:
     """These batch sizes, and a draining one."""
-    steady = []
-    for batch in batches:
-        count = batch + max(1, batch // 2)
-        lengths = tuple(round(LENGTHS[batch] * SPREAD[index % len(SPREAD)]) for index in range(count))
-        steady.append(Load(name=f"batch {batch}", lengths=lengths, running=batch))
-    return [*steady, Load(name="draining", lengths=DRAIN, running=len(DRAIN))]
+    steady = [Load(name=f"batch {batch}", lengths=(LENGTHS[batch],) * batch) for batch in batches]
+    return [*steady, Load(name="draining", lengths=DRAIN, drains=True)]
 
 
 class GovernorBenchmark:
@@ -76,7 +72,8 @@ class GovernorBenchmark:
         """`learned`: a draft that learned already."""
         self._session, self._interrupts, self._loads = session, interrupts, loads(batches)
         self._budget_s, self._pairs, self._soak_s = 60 * idle_minutes, pairs, 60 * soak_minutes
-        self._prompts = session.prompts.evaluation
+        self._prompts: Sequence[Prompt] = ()
+        self._needed = GROUPS * max(len(load.lengths) for load in self._loads)
         self._good, self._learned = learned or session.live_draft, learned is not None
         self.result: dict[str, Any] = {}
 
@@ -107,6 +104,7 @@ class GovernorBenchmark:
         session, record = self._session, self._session.record
         async with live, none:
             await live.train("pause")
+            self._prompts = await self._with_long_answers(none)
             turns = Slices(
                 none=Side(client=none, server=session.server_of(none)),
                 governed=Side(client=live, server=session.server_of(live)),
@@ -135,7 +133,25 @@ class GovernorBenchmark:
         }
         record.add(results=self.result, governor=report)
 
-    def _group(self, load: Load, index: int) -> Sequence[Any]:
+    async def _with_long_answers(self, none: Client) -> Sequence[Prompt]:
+        """Prompts whose greedy answers are as long as a steady batch needs, so that all of its requests run to its end."""
+        longest, found = max(LENGTHS.values()), list[Prompt]()
+        console, candidates, at_once = self._session.console, self._session.prompts.evaluation, max(LENGTHS)
+        for start in range(0, len(candidates), at_once):
+            if len(found) >= self._needed:
+                break
+            console.progress(f"       prompts with answers of {longest} tokens: {len(found)} of {self._needed}")
+            some = candidates[start : start + at_once]
+            answers = await gather_or_cancel([none.chat(one.question, Sampling(max_tokens=longest)) for one in some])
+            found += [one for one, answer in zip(some, answers, strict=True) if len(answer.token_ids) == longest]
+        console.clear()
+        if len(found) < self._needed:
+            raise RequestError(
+                f"{len(found)} of {len(candidates)} prompts have answers of {longest} tokens, {self._needed} are needed"
+            )
+        return found
+
+    def _group(self, load: Load, index: int) -> Sequence[Prompt]:
         count = len(load.lengths)
         start = index % GROUPS * count
         return [self._prompts[(start + i) % len(self._prompts)] for i in range(count)]
@@ -147,8 +163,8 @@ class GovernorBenchmark:
         against = {arm: Ratios() for arm in (GOVERNED, *fixes)}
         governed = against[GOVERNED]
         async with turns:
-            for index in range(WARM_TURNS * GROUPS):
-                console.progress(f"       {load.name}: warm-up {index + 1} of {WARM_TURNS * GROUPS}")
+            for index in range(GROUPS):
+                console.progress(f"       {load.name}: warm-up {index + 1} of {GROUPS}")
                 await turns.alone(GOVERNED, load, self._group(load, index))
             await turns.alone(NONE, load, self._group(load, 0))
             pair = 0
@@ -266,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     return played.play(
         "governor", options, arguments, title="Governor", kind=kind, rhythm=rhythm, governor=True, environment=DEVELOPER, make=make,
-        prompts=lambda: PromptSource(evaluation=GROUPS * 3 * max(LENGTHS) // 2, seed=options.seed),
+        prompts=lambda: PromptSource(evaluation=CANDIDATES * GROUPS * max(LENGTHS), seed=options.seed),
     )  # fmt: skip
 
 

@@ -19,18 +19,14 @@ def fixed(tokens: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Requests, some of which run at once while the others wait for one to end."""
+    """Requests that are sent at once."""
 
     name: str
     lengths: tuple[int, ...]
     """Tokens of each one's answer at most; greedy answers end where they end, with every arm alike."""
-    running: int
-    """So many at once: time counts until fewer would run. All of them: until the last one has ended."""
-
-    @property
-    def drains(self) -> bool:
-        """Whether time counts to the end."""
-        return self.running == len(self.lengths)
+    drains: bool = False
+    """Time counts from sending to the last answer's end. Else while all of them run: from when each has its first token to the
+    first answer's end."""
 
 
 @dataclass(kw_only=True)

@@ -11,21 +11,20 @@ import asyncio
 import itertools
 import math
 import time
-from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
-from typing import Any
 
 from benchmarks.governing.ratios import GOVERNED, NONE, Load
-from vllm_specdraft.demo.client import Client, Sampling
+from vllm_specdraft.demo.client import Answer, Client, RequestError, Sampling
 from vllm_specdraft.demo.prompts import Prompt
 from vllm_specdraft.demo.session import ServerLike
 
 SLICE_S = 0.4
 """Of it about 25 ms are the way of the two calls, with either server: a ratio is by so much nearer to 1."""
-_QUIET_S = 0.25
-"""Nothing runs any more when no token came for so long."""
+_LOOK_S, _QUIET_S = 0.05, 0.25
+"""Between two looks at whether all requests of a batch run. Nothing runs any more when no token came for so long."""
 DEVELOPER = {"VLLM_SERVER_DEV_MODE": "1"}
 """Environment of a server that can be paused."""
 
@@ -38,12 +37,12 @@ class Side:
     server: ServerLike
     spent_s: float = 0.0
     tokens: float = 0.0
-    """Of this batch, once it is over."""
+    """Of this batch, in the time that counts, once it is over."""
     work: asyncio.Future[None] | None = field(default=None, repr=False)
     runs: bool = True
     _generated: float = 0.0
-    """Tokens from the server's start to the end of the last batch."""
-    _tasks: list[asyncio.Task[None]] = field(default_factory=list, repr=False)
+    """Tokens from the server's start to when this batch's time began to count."""
+    _tasks: list[asyncio.Task[Answer]] = field(default_factory=list, repr=False)
 
     async def go(self) -> None:
         """Processes, then the engine."""
@@ -52,29 +51,45 @@ class Side:
             await self.client.call("POST", "/resume")
             self.runs = True
 
-    async def halt(self) -> None:
-        """The engine after the step that it is in, then the processes."""
+    async def halt(self, *, mark: bool = False) -> None:
+        """The engine after the step that it is in, then the processes. `mark`: tokens count from here on."""
         if self.runs:
             await self.client.call("POST", "/pause?mode=keep&clear_cache=false")
+            if mark:
+                self._generated = await self.client.generated_tokens()
             self.server.freeze()
             self.runs = False
 
-    async def batch(self, load: Load, prompts: Sequence[Prompt], *, salt: str) -> None:
-        """As many requests at once as the load says, until fewer would run. Each prompt is computed anew (`salt`): of what is
-        cached, an engine with a draft finds one block less."""
-        waiting = deque(enumerate(zip(prompts, load.lengths, strict=True)))
+    def send(self, load: Load, prompts: Sequence[Prompt], *, salt: str) -> None:
+        """The whole batch, to a server that runs. Each prompt is computed anew (`salt`), by either server alike."""
+        self._tasks = [
+            asyncio.ensure_future(self.client.chat(prompt.question, Sampling(max_tokens=length), salt=f"{salt}-{index}"))
+            for index, (prompt, length) in enumerate(zip(prompts, load.lengths, strict=True))
+        ]
+        self.work = asyncio.ensure_future(self._until_over(load))
 
-        async def one_after_the_other() -> None:
-            while waiting:
-                index, (prompt, length) = waiting.popleft()
-                await self.client.chat(prompt.question, Sampling(max_tokens=length), salt=f"{salt}-{index}")
-
-        self._tasks = [asyncio.ensure_future(one_after_the_other()) for _ in range(load.running)]
+    async def _until_over(self, load: Load) -> None:
         when = asyncio.ALL_COMPLETED if load.drains else asyncio.FIRST_COMPLETED
         done, _ = await asyncio.wait(self._tasks, return_when=when)
         for task in done:
             task.result()
         self.tokens = await self.client.generated_tokens() - self._generated
+
+    async def fill(self, load: Load, prompts: Sequence[Prompt], *, salt: str) -> None:
+        """Before a steady batch's time counts: until every request has its first token. When requests come one after the other, a
+        prompt more or less beside the last answer would weigh more than what is compared."""
+        await self.go()
+        started = await self.client.first_tokens()
+        self.send(load, prompts, salt=salt)
+        assert self.work is not None
+        while not self.work.done() and await self.client.first_tokens() < started + len(prompts):
+            await asyncio.sleep(_LOOK_S)
+        if self.work.done():
+            self.work.result()
+            raise RequestError(
+                f"{load.name}: an answer ended before every request had its first token; the prompts need longer answers"
+            )
+        await self.halt(mark=True)
 
     async def end(self) -> None:
         """Break off what still runs, and halt once nothing does."""
@@ -86,15 +101,14 @@ class Side:
         while (now := await self.client.generated_tokens()) != before:
             before = now
             await asyncio.sleep(_QUIET_S)
-        self._generated = now
-        await self.halt()
+        await self.halt(mark=True)
 
-    async def slice(self, work: Coroutine[Any, Any, None] | None, length_s: float) -> bool:
-        """Run for one slice; whether the batch is over. `work`: to begin with, in the first slice."""
+    async def slice(self, length_s: float, batch: Callable[[], None]) -> bool:
+        """Run for one slice; whether the batch is over. `batch` sends it, if that was not done."""
         began = time.perf_counter()
         await self.go()
-        if work is not None:
-            self.work = asyncio.ensure_future(work)
+        if self.work is None:
+            batch()
         assert self.work is not None
         done, _ = await asyncio.wait([self.work], timeout=length_s)
         if not done:
@@ -134,7 +148,9 @@ class Slices:
         """One batch of one server, for warming up."""
         side = await self._side_of(arm)
         await side.go()
-        await side.batch(load, prompts, salt=f"{next(self._batches)}")
+        side.send(load, prompts, salt=f"{next(self._batches)}")
+        assert side.work is not None
+        await side.work
         await side.end()
 
     async def ratio(self, arm: str, load: Load, prompts: Sequence[Prompt], *, first: bool) -> float:
@@ -143,10 +159,12 @@ class Slices:
         order, salt = [side, none] if first else [none, side], f"{next(self._batches)}"
         for one in order:
             one.spent_s = 0.0
+            if not load.drains:
+                await one.fill(load, prompts, salt=salt)
         left = list(order)
         while left:
             for one in list(left):
-                if await one.slice(one.batch(load, prompts, salt=salt) if one.work is None else None, self._length_s):
+                if await one.slice(self._length_s, partial(one.send, load, prompts, salt=salt)):
                     left.remove(one)
         for one in order:
             await one.end()

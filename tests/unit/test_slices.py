@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.governing import slices
 from benchmarks.governing.ratios import GOVERNED, NONE, Load, fixed
 from benchmarks.governing.slices import Side, Slices
 from vllm_specdraft.demo.client import Answer, Client, RequestError, Sampling
 from vllm_specdraft.demo.prompts import Prompt
 
-LOAD = Load(name="two", lengths=(6, 3), running=2)
-STEADY = Load(name="two of three", lengths=(4, 40, 8), running=2)
+LOAD = Load(name="draining", lengths=(6, 3), drains=True)
+STEADY = Load(name="steady", lengths=(9, 40))
 PROMPTS = [Prompt(name=str(i), question=f"question {i}", answer="") for i in range(3)]
 TOKEN_S = 0.004
 
@@ -28,7 +29,7 @@ class FakeServer(Client):
         self.frozen = self.paused = False
         self.salts: list[str | None] = []
         self.arms: list[int | None] = []
-        self.generated = 0
+        self.generated = self.first = 0
 
     @property
     def runs(self) -> bool:
@@ -63,6 +64,10 @@ class FakeServer(Client):
         assert not self.frozen
         return float(self.generated)
 
+    async def first_tokens(self) -> float:
+        assert not self.frozen
+        return float(self.first)
+
     async def chat(self, question: str, sampling: Sampling, *, salt: str | None = None) -> Answer:
         self.salts.append(salt)
         tokens = 0
@@ -74,6 +79,7 @@ class FakeServer(Client):
                 assert sum(server.runs for server in self.machine.servers) == 1
                 tokens += 1
                 self.generated += 1
+                self.first += tokens == 1
         return Answer(prompt_ids=(1,), token_ids=tuple(range(tokens)), text="", wall_s=1.0)
 
 
@@ -91,12 +97,12 @@ def test_one_runs_at_a_time_and_both_afterwards(first: bool) -> None:
     machine = Machine()
 
     async def play() -> None:
-        async with machine.slices as slices:
+        async with machine.slices as turns:
             assert not any(server.runs for server in machine.servers)
-            await slices.alone(GOVERNED, LOAD, PROMPTS[:2])
-            await slices.alone(NONE, LOAD, PROMPTS[:2])
-            assert await slices.ratio(fixed(2), LOAD, PROMPTS[:2], first=first) > 0
-            assert await slices.ratio(GOVERNED, LOAD, PROMPTS[:2], first=first) > 0
+            await turns.alone(GOVERNED, LOAD, PROMPTS[:2])
+            await turns.alone(NONE, LOAD, PROMPTS[:2])
+            assert await turns.ratio(fixed(2), LOAD, PROMPTS[:2], first=first) > 0
+            assert await turns.ratio(GOVERNED, LOAD, PROMPTS[:2], first=first) > 0
             assert not any(server.runs for server in machine.servers)
         assert all(server.runs for server in machine.servers)
 
@@ -110,8 +116,8 @@ def test_a_batch_that_fails_leaves_nothing_stopped() -> None:
     machine = Machine(fails=True)
 
     async def play() -> None:
-        async with machine.slices as slices:
-            await slices.ratio(fixed(1), LOAD, PROMPTS[:2], first=False)
+        async with machine.slices as turns:
+            await turns.ratio(fixed(1), LOAD, PROMPTS[:2], first=False)
 
     with pytest.raises(RequestError, match="gone"):
         asyncio.run(play())
@@ -119,18 +125,30 @@ def test_a_batch_that_fails_leaves_nothing_stopped() -> None:
     assert machine.governed.arms == [1, None]
 
 
-def test_a_steady_batch_ends_when_fewer_would_run() -> None:
-    """The second of three is cut short, and its tokens until then count."""
+def test_a_steady_batch_counts_while_all_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first token of each to the end of the first: one of its tokens and what came beside it do not count."""
+    monkeypatch.setattr(slices, "_LOOK_S", TOKEN_S / 4)
     machine = Machine()
 
     async def play() -> tuple[float, list[float]]:
-        async with machine.slices as slices:
-            ratio = await slices.ratio(fixed(0), STEADY, PROMPTS, first=True)
-            return ratio, [side.tokens for side in (slices.governed, slices.none)]
+        async with machine.slices as turns:
+            ratio = await turns.ratio(fixed(0), STEADY, PROMPTS[:2], first=True)
+            return ratio, [side.tokens for side in (turns.governed, turns.none)]
 
     ratio, tokens = asyncio.run(play())
     assert 0.5 < ratio < 2.0
     for count in tokens:
-        # The first and the third one's 12, and as many of the one beside them.
-        assert 20 <= count <= 28
+        # Eight of the first one's nine at most, and as many of the one beside it.
+        assert 10 <= count <= 17
     assert all(server.generated < sum(STEADY.lengths) for server in machine.servers)
+
+
+def test_a_steady_batch_of_short_answers_is_refused() -> None:
+    machine = Machine()
+
+    async def play() -> None:
+        async with machine.slices as turns:
+            await turns.ratio(GOVERNED, Load(name="short", lengths=(1, 40)), PROMPTS[:2], first=True)
+
+    with pytest.raises(RequestError, match="short: an answer ended before every request"):
+        asyncio.run(play())

@@ -17,6 +17,7 @@ import aiohttp
 MODEL = "specdraft"
 _DECODE_TIME = "vllm:request_decode_time_seconds"
 _GENERATED = "vllm:generation_tokens_total"
+_FIRST_TOKENS = "vllm:time_to_first_token_seconds_count"
 _TOKEN_PREFIX = "token_id:"
 _FRESH_WAIT_S = 15.0
 _FRESH_POLL_S = 0.1
@@ -211,9 +212,16 @@ class Client:
 
     async def generated_tokens(self) -> float:
         """Tokens of answers since the server's start, from its metrics. Raises `RequestError` when it keeps none."""
-        total = metric_total(await self._text("GET", "/metrics"), _GENERATED)
+        return await self._metric(_GENERATED)
+
+    async def first_tokens(self) -> float:
+        """Requests since the server's start that got a first token, from its metrics. Raises `RequestError` when it keeps none."""
+        return await self._metric(_FIRST_TOKENS)
+
+    async def _metric(self, name: str) -> float:
+        total = metric_total(await self._text("GET", "/metrics"), name)
         if total is None:
-            raise RequestError(f"GET {self._url}/metrics has no {_GENERATED}: is this a vLLM server with its statistics on?")
+            raise RequestError(f"GET {self._url}/metrics has no {name}: is this a vLLM server with its statistics on?")
         return total
 
     async def call(self, method: str, path: str, body: dict | None = None) -> dict[str, Any]:
