@@ -351,6 +351,10 @@ def _speculative_config(draft: Path, method: str, *, tokens: int, limit: int, go
         "method": method,
         "model": str(draft),
         "num_speculative_tokens": tokens,
+        # Else a cached prompt's last block is computed once more than without a draft; a CPU's block is 128 tokens, all of most
+        # prompts. It is for one entry of the draft's KV cache, at the block's end, that was made from the token which came next
+        # then: the same one for answers to one prompt, and for others a guess that may be a little worse.
+        "disable_eagle_block_drop": True,
     }
     if governed:
         # Any schedule: the governor takes its place.

@@ -103,6 +103,17 @@ def test_a_swap_drops_prefix_cache_entries(live: Server, learned: Path) -> None:
     assert engines.chat(live.url, question, max_tokens=24) == wanted
 
 
+def test_a_cached_prompt_is_cached_as_far_as_without_a_draft(live: Server, plain: Server) -> None:
+    """One block less costs the answers to one prompt more than a draft may save them."""
+    question = "Consider that. " * 60 + engines.QUESTIONS[0]
+    answers, cached = [], []
+    for server in (plain, live):
+        answers += [engines.chat(server.url, question, max_tokens=24) for _ in range(2)]
+        cached.append(_cached_tokens(server.url, question))
+    assert all(answer == answers[0] for answer in answers)
+    assert cached[0] == cached[1] >= 128
+
+
 def _cached_tokens(url: str, question: str) -> float:
     """Prefix-cache hits, in tokens, that one more request with this prompt has."""
 
